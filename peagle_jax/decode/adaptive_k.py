@@ -28,9 +28,11 @@ PROBE_STEPS = 4
 # Plain steps between two such looks: at first, and at most. Every look in vain doubles them.
 FIRST_WAIT, LAST_WAIT = 128, 4096
 # Of so many choices that leave K as it is, one takes another K that promises so much of the best,
-# for a few steps. A time that was measured at a bad moment would otherwise keep a K from ever being
-# taken, and so from being observed.
+# for a few steps; so do some of an engine's first. A time that was measured at a bad moment would
+# otherwise keep a K from ever being taken, and so from being observed; and that of a K which is
+# taken alone cannot be told from a machine that is fast.
 CHOICES_PER_TRIAL, NEARLY = 16, 0.9
+FIRST_TRIALS = (2, 5, 9)
 # Another K must promise so much more than the present one.
 MIN_GAIN = 1.02
 # After so many drafts, of all rows, what was observed of the positions that they tried counts half.
@@ -167,7 +169,7 @@ class KChooser:
     def __post_init__(self) -> None:
         self.survival = Survival(self.k_max)
         self._steps, self._wait, self._plain_steps = FIRST_STEPS, FIRST_WAIT, 0
-        self._num_choices = 0  # that left K as it was
+        self._num_choices, self._num_trials = 0, 0  # that left K as it was, or would have
         self._seconds: Mapping[int, float] = {}
         # of all steps; and by how much those that drafted took longer than plain decoding
         self._total, self._lost = 0.0, 0.0
@@ -226,6 +228,8 @@ class KChooser:
         best = max(rates, key=lambda k: rates[k])
         best_draft = max((k for k in rates if k), key=lambda k: rates[k])
         is_look = best == 0 and self.k == 0 and self._plain_steps >= self._wait
+        if best:
+            self._wait = FIRST_WAIT
         if not (best or is_look) or self._affordable_steps(best_draft) < PROBE_STEPS:
             if self.k and best == 0:
                 self._wait = min(2 * self._wait, LAST_WAIT)
@@ -236,8 +240,6 @@ class KChooser:
             self._take(self._other_than(best, rates) or self.k)
         else:
             self._take(best)
-        if best:
-            self._wait = FIRST_WAIT
         if self.k:
             self._plain_steps = 0
 
@@ -255,11 +257,11 @@ class KChooser:
     def _other_than(self, best: int, rates: Mapping[int, float]) -> int | None:
         """Now and then a number of drafts that is nearly as good, for its time to be observed."""
         self._num_choices += 1
-        if self._num_choices % CHOICES_PER_TRIAL:
+        if self._num_choices % CHOICES_PER_TRIAL and self._num_choices not in FIRST_TRIALS:
             return None
+        self._num_trials += 1
         close = [k for k in rates if k not in (0, best) and rates[k] > NEARLY * rates[best]]
-        number = self._num_choices // CHOICES_PER_TRIAL
-        return close[number % len(close)] if close else None
+        return close[self._num_trials % len(close)] if close else None
 
     def _affordable_steps(self, k: int) -> int:
         """How many steps with `k` drafts, none of them accepted, would be within the budget."""

@@ -251,6 +251,7 @@ class Engine(BaseEngine):
     def _read_and_decode(self) -> None:
         """Reads a chunk of prompts, and decodes; what is new in rows goes to the outputs."""
         is_one_done = is_refused = False
+        before = self._batch.num_rows, self._batch.slots, self._batch.running
         if self._prefill is None:
             is_refused = not self._begin_prefill()
         if self._prefill is not None:
@@ -264,7 +265,8 @@ class Engine(BaseEngine):
             self._decode()
             is_one_done |= self._collect()
         more_to_come = bool(self._waiting or self.others_wait or self._prefill is not None)
-        has_changed = is_one_done or more_to_come != self._more_to_come
+        after = self._batch.num_rows, self._batch.slots, self._batch.running
+        has_changed = before != after or more_to_come != self._more_to_come
         self._more_to_come = more_to_come
         if not self._batch.running or is_refused or (has_changed and not more_to_come):
             self._batch.shrink()  # spare rows take memory that others wait for

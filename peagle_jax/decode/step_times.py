@@ -36,8 +36,10 @@ from peagle_jax.user_cache import user_cache
 
 # Times of this many slots also stand for up to four times fewer.
 FIRST_SLOTS = 256
-# Every number of drafts is timed once in each round, so that a slow moment concerns all.
-ROUNDS = 8
+# Every number of drafts is timed once in each round, so that a slow moment concerns all. There are
+# at least so many rounds, and more until some seconds are over: eight of short steps may all be of
+# one moment.
+ROUNDS, MOST_ROUNDS, MEASURED_SECONDS = 8, 32, 2.0
 # A batch with rows and slots that were never measured borrows the times of the nearest that were,
 # until so many steps were taken with it. To measure compiles a step with every number of drafts,
 # as long as thousands of steps of a small model (16 s where a step takes 5 ms), and most batches
@@ -202,7 +204,11 @@ class StepTimes:
             if self._measured(name, ks) is None and (known is None or is_due):
                 for k in ks:
                     measure(k)  # may be compiled
-                rounds = [[measure(k) for k in ks] for _ in range(ROUNDS)]
+                begin, rounds = time.monotonic(), []
+                while len(rounds) < ROUNDS or (
+                    len(rounds) < MOST_ROUNDS and time.monotonic() - begin < MEASURED_SECONDS
+                ):
+                    rounds.append([measure(k) for k in ks])
                 by_k = dict(zip(ks, map(_quantile, zip(*rounds, strict=True)), strict=True))
                 with self._changing:
                     self._own[name] = FollowedTimes.since(slots, by_k)

@@ -45,8 +45,8 @@ def replace_unread(
 ) -> tuple[Int[Array, "B P"], Float[Array, "B P A"], Int[Array, " B"]]:
     """The fields `tokens`, `aux_hidden_states` and `count` after a step that drafted.
 
-    What is behind the step's places stays there, unread: to fill all P of them in every step takes
-    3 % of one with K = 3 of 7.
+    What is behind the step's places stays there, and is valid for nobody: to fill all P of them in
+    every step takes 3 % of one with K = 3 of 7 (LOG.md, 2026-11-30, noon).
     """
     new_tokens = jax.lax.dynamic_update_slice(state.tokens, tokens, (0, 0))
     new_states = jax.lax.dynamic_update_slice(state.aux_hidden_states, aux_hidden_states, (0, 0, 0))

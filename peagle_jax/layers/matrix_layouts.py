@@ -35,7 +35,7 @@ TIED = "tiles of the transpose"
 EXPERTS = re.compile(r"(^|\.)experts\.(gate_up|down)\.kernel$")
 OF_EXPERTS = "tiles of each"
 # What norms multiply by. C++ kernels read them in float32, to which every call of a program would
-# convert those of a bfloat16 model: 110 us of 320 that a call costs (LOG.md, 2026-11-30).
+# convert those of a bfloat16 model: 110 us of 320 that a call costs (LOG.md, 2026-11-30, noon).
 SCALE = re.compile(r"(^|\.|_)norm\.scale$")
 OF_SCALES = "float32"
 # Layout and matrix, by its identity, and what was made of it: as long as a model is there, its
@@ -89,8 +89,8 @@ def in_layout(params: Any, layout: str, *, donate: bool = False, tied: Array | N
     """Parameters of a model with its large matrices in a layout.
 
     `Linear` multiplies by each (`products.product_of_layout`). Matrices that are no whole number of
-    tiles stay as they are. Where kernels multiply, norms have their scales in float32. Copies are
-    kept as long as the matrices.
+    tiles stay as they are. Where kernels multiply, the norms that they compute have scales in
+    float32. Copies are kept as long as the matrices.
 
     Args:
       layout: PLAIN, or a name of LAYOUTS.

@@ -34,7 +34,7 @@ def newest(path: Path, dtype: str = "bfloat16") -> list[dict]:
 
 
 def newest_of_devices(
-    path: Path, dtype: str = "bfloat16", *, compiled: bool = True
+    path: Path, dtype: str = "bfloat16", *, stream: bool = False
 ) -> dict[str, list[dict]]:
     """Device -> the rows of its newest comparison; that of the newest of all is the first.
 
@@ -42,9 +42,9 @@ def newest_of_devices(
     count.
 
     Args:
-      compiled: those in which vLLM ran with torch.compile, or those without.
+      stream: those in which the host got the tokens of every step, or those of whole answers.
     """
-    rows = sorted(_comparisons(path, dtype, compiled), key=lambda row: row["time"])
+    rows = sorted(_comparisons(path, dtype, stream), key=lambda row: row["time"])
     found = {}
     for device in dict.fromkeys(row["device"] for row in reversed(rows)):
         of_device = [row for row in rows if row["device"] == device]
@@ -54,8 +54,8 @@ def newest_of_devices(
     return found
 
 
-def _comparisons(path: Path, dtype: str, compiled: bool) -> list[dict]:
-    """All rows of comparisons as the README's, with vLLM: with torch.compile, or without it.
+def _comparisons(path: Path, dtype: str, stream: bool) -> list[dict]:
+    """All rows of comparisons as the README's, with vLLM, and that with torch.compile.
 
     Rows that do not say it have it in their command.
     """
@@ -64,11 +64,12 @@ def _comparisons(path: Path, dtype: str, compiled: bool) -> list[dict]:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row["dtype"] == dtype and row["method"] in METHODS]
     rows = [row for row in rows if STANDARD.items() <= row.items()]
-    rows = [row for row in rows if not row.get("continuous") and not row.get("stream")]
+    rows = [row for row in rows if row.get("stream", False) == stream]
+    rows = [row for row in rows if not row.get("continuous")]
     with_vllm = {(row["device"], row["time"]) for row in rows if row["engine"] == "vllm"}
     rows = [row for row in rows if (row["device"], row["time"]) in with_vllm]
     option = "--vllm-compile"
-    return [r for r in rows if r.get("vllm_compiled", option in r["command"]) == compiled]
+    return [row for row in rows if row.get("vllm_compiled", option in row["command"])]
 
 
 def ratios(rows: Sequence[dict], where: str | None = None) -> str:

@@ -3,9 +3,10 @@
     python scripts/generate/readme_table.py [--check]
 
 The first table is the newest comparison with vLLM and transformers (results/peers.jsonl), which is
-also drawn to docs/pictures/peers.png; below it stand the ratios to vLLM without its compiler, and
-those on other devices. The second is the small demo (results/demo.jsonl): of every device the
-newest `make demo` counts, with its greedy rows. Each stands between two markers.
+also drawn to docs/pictures/peers.png; below it stand the ratios on other devices, and those of
+comparisons in which both engines hand out the tokens of every step. The second is the small demo
+(results/demo.jsonl): of every device the newest `make demo` counts, with its greedy rows. Each
+stands between two markers.
 `--check` writes nothing and exits with 1 if a table is not what the rows say.
 """
 
@@ -120,10 +121,9 @@ def peers_block() -> str:
     table_lines = [_row(header), _row(["---"] * len(header)), *map(_row, lines)]
     here, *elsewhere = peers.newest_of_devices(path).values()
     sentences = [peers.caption(here), *map(peers.ratios, elsewhere)]
-    where = "Beside vLLM without torch.compile on"
-    for device, others in peers.newest_of_devices(path, compiled=False).items():
-        sentences.append(peers.ratios(others, f"{where} {short_name(device)}"))
-        where = "On"
+    for device, others in peers.newest_of_devices(path, stream=True).items():
+        where = f"Where both hand out the tokens of every step, on {short_name(device)}"
+        sentences.append(peers.ratios(others, where))
     caption = textwrap.wrap(" ".join(sentences), 100)
     return "\n".join([PEERS_BEGIN, *table_lines, "", *caption, PEERS_END])
 

@@ -190,6 +190,37 @@ def test_plain_steps_are_interrupted_by_looks_alone():
     assert chooser.choose(seconds) == 0 and chooser.steps_left == 28
 
 
+def test_a_choice_that_was_not_affordable_is_made_again_soon():
+    """However long looks in vain had been waited for before."""
+    chooser, seconds = KChooser(3), {0: 1.0, 3: 2.5}
+    for _ in range(14):
+        k, count = chooser.choose(seconds), chooser.steps_left
+        chooser.observe(count, count if k else 0, np.zeros(3, int))
+    assert chooser._wait > 2 * adaptive_k.FIRST_WAIT
+    chooser.survival.recall([1e6] * 3, [1e6] * 3)  # drafting promises to pay again
+    chooser._lost, chooser.steps_left, chooser._plain_steps = 1e9, 0, 0
+    assert chooser.choose(seconds) == 0
+    assert chooser.steps_left == adaptive_k.FIRST_WAIT
+
+
+def test_the_first_choices_of_an_engine_try_another_k():
+    """A K that is taken alone cannot be told from a fast machine by its own steps."""
+    chooser, seconds = KChooser(3), {0: 1.0, 1: 1.0, 3: 1.45}
+    chooser.recall([1e6] * 3, [8e5] * 3)
+    taken = []
+    for _ in range(20):
+        taken.append(chooser.choose(seconds))
+        count = chooser.steps_left
+        accepted = (np.array([0.8, 0.64, 0.51]) * count).astype(int)
+        accepted[taken[-1] :] = 0
+        chooser.observe(count, count, accepted)
+        chooser.survival.recall([1e6] * 3, [8e5] * 3)
+    best = max(set(taken), key=taken.count)
+    tries = [i for i, k in enumerate(taken) if k != best]
+    assert 0 not in taken and len(tries) == 1 + sum(i <= 12 for i in adaptive_k.FIRST_TRIALS)
+    assert tries[0] == adaptive_k.FIRST_TRIALS[0]
+
+
 def decode_deceptive_text(chooser, seconds):
     """A text that makes every estimate wrong: easy while plain, hopeless as soon as drafted.
 

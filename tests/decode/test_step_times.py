@@ -190,6 +190,21 @@ def test_borrowed_times_follow_what_is_observed(tmp_path):
     assert times.get([0, 1, 3], 2, 900, "greedy", lambda k: 0.0) is borrowed
 
 
+@pytest.mark.parametrize("seconds, num_rounds", [(0.0, 8), (1e9, 32)])
+def test_short_steps_are_measured_in_more_rounds(tmp_path, monkeypatch, seconds, num_rounds):
+    """Eight rounds of them may all be of one slow moment; this one ends after ten."""
+    monkeypatch.setattr(step_times, "MEASURED_SECONDS", seconds)
+    calls = []
+
+    def measure(k):
+        calls.append(k)
+        return (1.0 + k) * (1 + k * (len(calls) < 2 * 11))
+
+    times = StepTimes({"machine": "one"}, tmp_path).get([0, 3], 1, 256, "greedy", measure)
+    assert len(calls) == 2 * (1 + num_rounds)
+    assert times[3] == (4.0 if num_rounds == 32 else 16.0)
+
+
 def test_engines_in_threads_measure_once(tmp_path):
     """The second one waits where it knows nothing, and borrows what the first has measured."""
     times, calls = StepTimes({"machine": "one"}, tmp_path), []

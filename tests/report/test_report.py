@@ -171,9 +171,13 @@ def test_vllm_without_its_compiler_is_another_comparison(tmp_path):
     assert peers.newest(file) == rows[2:4]
     here = rows[0]["device"]
     assert peers.newest_of_devices(file) == {here: rows[2:4], "Old CPU": [rows[5]]}
-    of_eager = peers.newest_of_devices(file, compiled=False)
-    assert of_eager == {here: [rows[4]], "Old CPU": [rows[6]]} and list(of_eager)[0] == here
     assert peers.newest_of_devices(file, "float32") == {}
+    # what streams is one of its own, as is a batch that is never empty
+    streams = [row | {"stream": True, "time": "2026-11-30T10:00:00Z"} for row in rows[2:4]]
+    moving = [row | {"continuous": True, "time": "2026-11-30T11:00:00Z"} for row in rows[2:4]]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *streams, *moving]))
+    assert peers.newest_of_devices(file) == {here: rows[2:4], "Old CPU": [rows[5]]}
+    assert peers.newest_of_devices(file, stream=True) == {here: streams}
     # vLLM at its best counts alone
     best = [row | {"vllm_preload": "libtcmalloc_minimal.so.4"} for row in rows[:2]]
     file.write_text("".join(json.dumps(row) + "\n" for row in [*best, *rows[2:]]))
