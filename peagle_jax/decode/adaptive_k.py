@@ -169,7 +169,8 @@ class KChooser:
     def __post_init__(self) -> None:
         self.survival = Survival(self.k_max)
         self._steps, self._wait, self._plain_steps = FIRST_STEPS, FIRST_WAIT, 0
-        self._num_choices, self._num_trials = 0, 0  # that left K as it was, or would have
+        # choices that could leave K as it was, and those of them that were to try another
+        self._num_choices, self._num_trials = 0, 0
         self._seconds: Mapping[int, float] = {}
         # of all steps; and by how much those that drafted took longer than plain decoding
         self._total, self._lost = 0.0, 0.0

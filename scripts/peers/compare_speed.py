@@ -56,7 +56,7 @@ METHODS = {
     "transformers": ("plain", "prompt_lookup"),
 }
 # engines in which a prompt enters while others are decoded, and which hand out tokens by steps
-ENGINES = {name: WORKERS[name] for name in ("peagle_jax", "vllm")}
+CONTINUOUS_BATCHING = {name: WORKERS[name] for name in ("peagle_jax", "vllm")}
 # what an engine decodes with where --static-cache asks for it
 STATIC = {"transformers": ("static",)}
 
@@ -267,8 +267,11 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 def check_engines(args: argparse.Namespace, option: str) -> None:
     """Raises InputError where an engine cannot do what an option asks for."""
-    if not set(args.engines) <= ENGINES.keys():
-        rule, next_step = f"{option} has {' and '.join(ENGINES)}", "leave out transformers"
+    if not set(args.engines) <= CONTINUOUS_BATCHING.keys():
+        rule, next_step = (
+            f"{option} has {' and '.join(CONTINUOUS_BATCHING)}",
+            "leave out transformers",
+        )
         raise InputError("--engines", rule, " ".join(args.engines), next_step)
 
 
@@ -315,7 +318,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--continuous", action="store_true", help="a prompt enters where another is done (batch: 8)"
     )
-    parser.add_argument("--stream", action="store_true", help="the host gets the tokens by steps")
+    parser.add_argument("--stream", action="store_true", help="outputs after every step")
     parser.add_argument(
         "--vllm-compile", action="store_true", help="vLLM with torch.compile (default: eager)"
     )
@@ -339,7 +342,9 @@ def options() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args: Any = options().parse_args(argv)
-    args.engines = args.engines or list(ENGINES if args.continuous or args.stream else WORKERS)
+    args.engines = args.engines or list(
+        CONTINUOUS_BATCHING if args.continuous or args.stream else WORKERS
+    )
     args.batch_sizes = args.batch_sizes or ([8] if args.continuous else [1, 8])
     try:
         if "vllm" in args.engines and args.vllm is None:
