@@ -22,17 +22,13 @@ from jaxtyping import Float, Int
 # Steps between two choices: at first, and at most. Each choice of the same K doubles them. Plain
 # steps tell nothing new: they go on until drafting is looked at again, for a return to the host
 # takes as long as one to three of them.
-FIRST_STEPS, LAST_STEPS = 4, 64
+FIRST_STEPS, LAST_STEPS = 4, 128
 # Steps of a look at drafting where plain decoding is taken to be faster.
 PROBE_STEPS = 4
 # Plain steps between two such looks: at first, and at most. Every look in vain doubles them.
 FIRST_WAIT, LAST_WAIT = 128, 4096
-# Of so many choices that leave K as it is, one takes another K that promises so much of the best,
-# for a few steps; so do some of an engine's first. A time that was measured at a bad moment would
-# otherwise keep a K from ever being taken, and so from being observed; and that of a K which is
-# taken alone cannot be told from a machine that is fast.
-CHOICES_PER_TRIAL, NEARLY = 16, 0.9
-FIRST_TRIALS = (2, 5, 9)
+# The most that an engine begins with, where the one before it had waited longer in the end.
+RECALLED_WAIT = 512
 # Another K must promise so much more than the present one.
 MIN_GAIN = 1.02
 # After so many drafts, of all rows, what was observed of the positions that they tried counts half.
@@ -42,13 +38,15 @@ HALF_LIFE = 128
 # The same of positions that are not tried: after so many drafts, or after so many steps of the
 # batch, whichever is more; plain steps have no drafts. They are forgotten more slowly, as nothing
 # takes their place.
-UNSEEN_HALF_LIFE, UNSEEN_STEPS = 340, 64
+UNSEEN_HALF_LIFE, UNSEEN_STEPS = 1360, 128
+# Steps are weighed by their tokens to this power (`Survival`).
+TOKENS_EXPONENT = 0.5
 # What is guessed of the first position before it was tried. Others continue as the one before.
 FIRST_GUESS = 0.7
-# Tokens that a guess counts as.
+# Weight of a guess.
 GUESS_WEIGHT = 4.0
-# Tokens that the drafts of earlier engines count as, where there were more.
-RECALLED_TOKENS = 512
+# Weight of what earlier engines have seen, where they have seen more.
+RECALLED_WEIGHT = 512
 # What drafting may lose against plain decoding: a share of all time, and beside it plain steps, and
 # once what it takes to begin and to end. With fewer, a head that is known to pay is given up after
 # its first steps, which follow the prompt and are worse than others.
@@ -71,13 +69,16 @@ def candidates(k_max: int) -> list[int]:
 class Survival:
     """Estimates how many drafts are accepted, with any K, from steps with whatever K there was.
 
-    Steps are weighed by their tokens. A text has easy parts and hard ones, and a step goes further
-    in an easy part: with more drafts fewer of the steps lie there, so that shares of steps change
-    with K, and shares of tokens hardly do. Shares of steps with K = 7 foretell an acceptance length
-    at K = 3 of 2.80 for the packaged head, where shares of tokens foretell 3.10 and 3.04 was found.
+    Steps are weighed by the root of their tokens. A text has easy parts and hard ones, and a step
+    goes further in an easy part: with more drafts fewer of the steps lie there. Where parts are
+    longer than steps, shares of tokens stay the same with any K; where every token is easy or hard
+    by itself, shares of steps do. Texts lie between. Estimates from steps with one K of the lengths
+    with others err by up to 5 % so, by 11 % with shares of tokens and by 8 % with those of steps
+    (packaged head, K = 1 to 7, three texts; LOG.md, 2026-11-30, afternoon). Shares of tokens err in
+    favour of the K in use, which then stays.
 
-    For every position it keeps which share of the tokens that lie in steps with all drafts before
-    it accepted lie in steps with it accepted, too. Older drafts count less.
+    For every position it keeps which share of the steps with all drafts before it accepted has it
+    accepted, too. Older drafts count less.
 
     Args:
       k_max: the most drafts of a step.
@@ -86,6 +87,7 @@ class Survival:
     def __init__(self, k_max: int) -> None:
         # in lists, for arrays of so few numbers take ten times as long
         self.k_max = k_max
+        self._weights = [(j + 1) ** TOKENS_EXPONENT for j in range(k_max + 1)]  # by accepted drafts
         self._tried = [0.0] * k_max
         self._accepted = [0.0] * k_max
 
@@ -112,14 +114,15 @@ class Survival:
             self._tried[j] *= kept
             self._accepted[j] *= kept
         reached = [float(num_drafts), *map(float, accepted[:k]), 0.0]
-        tokens_reached = (k + 1) * (reached[k] - reached[k + 1])  # of steps that accepted all k
+        # of steps that accepted all k
+        weight_reached = self._weights[k] * (reached[k] - reached[k + 1])
         for j in reversed(range(k)):
-            self._accepted[j] += tokens_reached
-            tokens_reached += (j + 1) * (reached[j] - reached[j + 1])
-            self._tried[j] += tokens_reached
+            self._accepted[j] += weight_reached
+            weight_reached += self._weights[j] * (reached[j] - reached[j + 1])
+            self._tried[j] += weight_reached
 
     def counts(self) -> tuple[list[float], list[float]]:
-        """How many tokens tried each position, and how many accepted it."""
+        """The weight of the steps that tried each position, and of those that accepted it."""
         return list(self._tried), list(self._accepted)
 
     def recall(self, tried: Sequence[float], accepted: Sequence[float]) -> None:
@@ -128,27 +131,28 @@ class Survival:
         Args:
           tried, accepted: its `counts`.
         """
-        share = min(1.0, RECALLED_TOKENS / max(*tried, 1.0))
+        share = min(1.0, RECALLED_WEIGHT / max(*tried, 1.0))
         self._tried = [share * x for x in tried]
         self._accepted = [share * x for x in accepted]
 
     def length(self, k: int) -> float:
         """The expected tokens of a step with `k` drafts."""
-        return 1 / sum(self._steps_per_token(k))
+        steps = self._steps(k)
+        return sum((j + 1) * share for j, share in enumerate(steps)) / sum(steps)
 
     def chances(self, k: int) -> Float[np.ndarray, " k"]:
         """The chance that a step with `k` drafts accepts its first 1, 2, ..., k drafts."""
-        steps = np.array(self._steps_per_token(k))
+        steps = np.array(self._steps(k))
         return steps[::-1].cumsum()[::-1][1:] / steps.sum()
 
-    def _steps_per_token(self, k: int) -> list[float]:
-        """How many steps with `k` drafts that accept exactly 0, 1, ..., k there are for a token."""
+    def _steps(self, k: int) -> list[float]:
+        """How many steps with `k` drafts accept exactly 0, 1, ..., k of them, as parts of a sum."""
         guess, share, steps = FIRST_GUESS, 1.0, []
         for j in range(k):
             guess = (self._accepted[j] + GUESS_WEIGHT * guess) / (self._tried[j] + GUESS_WEIGHT)
-            steps.append((share - share * guess) / (j + 1))
+            steps.append((share - share * guess) / self._weights[j])
             share *= guess
-        return [*steps, share / (k + 1)]
+        return [*steps, share / self._weights[k]]
 
 
 @dataclasses.dataclass
@@ -169,15 +173,24 @@ class KChooser:
     def __post_init__(self) -> None:
         self.survival = Survival(self.k_max)
         self._steps, self._wait, self._plain_steps = FIRST_STEPS, FIRST_WAIT, 0
-        # choices that could leave K as it was, and those of them that were to try another
-        self._num_choices, self._num_trials = 0, 0
         self._seconds: Mapping[int, float] = {}
         # of all steps; and by how much those that drafted took longer than plain decoding
         self._total, self._lost = 0.0, 0.0
 
-    def recall(self, tried: Sequence[float], accepted: Sequence[float]) -> None:
-        """Begins with what another run has observed, the `counts` of its `survival`."""
+    @property
+    def wait(self) -> int:
+        """Plain steps until drafting is looked at."""
+        return self._wait
+
+    def recall(self, tried: Sequence[float], accepted: Sequence[float], wait: float = 0) -> None:
+        """Begins with what another run has observed.
+
+        Args:
+          tried, accepted: the `counts` of its `survival`.
+          wait: its last one. This run's texts may be others, so that the first is shorter.
+        """
         self.survival.recall(tried, accepted)
+        self._wait = int(min(max(FIRST_WAIT, wait), RECALLED_WAIT))
 
     def choose(self, seconds: Mapping[int, float]) -> int:
         """The number of drafts of the next step.
@@ -186,13 +199,13 @@ class KChooser:
           seconds: of a step with each number of drafts; 0 for plain decoding. With another mapping
             than in the last call, as for another number of rows, there may be a new choice.
         """
-        is_due = self.steps_left <= 0
-        if not is_due and seconds is not self._seconds:
+        is_due, differs = self.steps_left <= 0, False
+        if seconds is not self._seconds and self._seconds:
             # for other rows or slots, not for what was forgotten meanwhile
-            is_due = best_k(seconds, self.survival) != best_k(self._seconds, self.survival)
+            differs = best_k(seconds, self.survival) != best_k(self._seconds, self.survival)
         self._seconds = seconds
-        if is_due:
-            self._choose()
+        if is_due or differs:
+            self._choose(differs)
         return self.k
 
     def observe(
@@ -224,21 +237,32 @@ class KChooser:
             self._lost += num_steps * seconds[self.k] - num_tokens * seconds[0]
             self._lost = max(self._lost, -MAX_CREDIT * seconds[0])
 
-    def _choose(self) -> None:
+    def _choose(self, is_other_batch: bool) -> None:
+        """Chooses K and the steps that it is taken for.
+
+        Args:
+          is_other_batch: another K than before is the best for the batch as it is now.
+        """
         rates = rates_of(self._seconds, self.survival)
         best = max(rates, key=lambda k: rates[k])
         best_draft = max((k for k in rates if k), key=lambda k: rates[k])
-        is_look = best == 0 and self.k == 0 and self._plain_steps >= self._wait
-        if best:
+        is_plain, plain_is_best = self.k == 0 and self._total > 0, best == 0
+        if is_plain and self._plain_steps < self._wait and not (best and is_other_batch):
+            # plain steps let everything be forgotten, and what is guessed then would end them soon
+            self._take(0)
+            return
+        if plain_is_best and self.k and self._gain_until_look(rates) < self._seconds_of_change():
+            best = best_draft  # to end drafting, and to begin it again, would take longer
+        if not (plain_is_best or is_plain):
             self._wait = FIRST_WAIT
-        if not (best or is_look) or self._affordable_steps(best_draft) < PROBE_STEPS:
-            if self.k and best == 0:
+        if not (best or is_plain) or self._affordable_steps(best_draft) < PROBE_STEPS:
+            if self.k and plain_is_best:
                 self._wait = min(2 * self._wait, LAST_WAIT)
             self._take(0)
-        elif is_look:
+        elif is_plain:  # a look at drafting
             self._take(best_draft, PROBE_STEPS)
         elif self.k and rates[best] <= MIN_GAIN * rates[self.k]:
-            self._take(self._other_than(best, rates) or self.k)
+            self._take(self.k)
         else:
             self._take(best)
         if self.k:
@@ -255,15 +279,6 @@ class KChooser:
             num_steps = until_look if until_look > 0 else FIRST_WAIT  # a look was not affordable
         self.steps_left = num_steps or min(self._steps, max(self._affordable_steps(k), FIRST_STEPS))
 
-    def _other_than(self, best: int, rates: Mapping[int, float]) -> int | None:
-        """Now and then a number of drafts that is nearly as good, for its time to be observed."""
-        self._num_choices += 1
-        if self._num_choices % CHOICES_PER_TRIAL and self._num_choices not in FIRST_TRIALS:
-            return None
-        self._num_trials += 1
-        close = [k for k in rates if k not in (0, best) and rates[k] > NEARLY * rates[best]]
-        return close[self._num_trials % len(close)] if close else None
-
     def _affordable_steps(self, k: int) -> int:
         """How many steps with `k` drafts, none of them accepted, would be within the budget."""
         plain = self._seconds[0]
@@ -274,6 +289,11 @@ class KChooser:
         if self.k:
             budget += self._seconds_of_change()  # of the first time, which is free
         return min(LAST_STEPS, int(budget / of_a_step))
+
+    def _gain_until_look(self, rates: Mapping[int, float]) -> float:
+        """Seconds that plain decoding would save until drafting is looked at again."""
+        wait = min(2 * self._wait, LAST_WAIT)
+        return (rates[0] / rates[self.k] - 1) * wait * self._seconds[0]
 
     def _seconds_of_change(self) -> float:
         """Of beginning to draft, and of ending it."""

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from peagle_jax.decode import growth, loop, switching
-from peagle_jax.decode.first_call import first_call
+from peagle_jax.decode.first_call import first_call, was_called
 from peagle_jax.decode.requests import Generation, Output, Request
 from peagle_jax.decode.rows import (
     Row,
@@ -29,8 +29,8 @@ from peagle_jax.types import DecodeState, Params, RowOptions
 # A batch is made smaller if a row may still write as many tokens. Copying the rows takes about a
 # step, and a program for the smaller batch may have to be compiled.
 MIN_TOKENS_LEFT = 16
-# Steps by which the time of a step is measured, and calls by which that of a call is.
-TIMED_STEPS, TIMED_CALLS = 16, 3
+# A step's time is measured by steps of so many seconds together, and of at most so many.
+TIMED_SECONDS, MOST_TIMED_STEPS = 0.006, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,6 @@ class Batch:
 
     Attributes:
       rows: what is in each row; None for a free one.
-      may_have_compiled: whether the last steps may have begun with a compilation.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class Batch:
         self.spec, self.max_rows = spec, max_rows
         self.params = target_params, draft_params
         self._step_spec = spec  # of the next step: `spec`, unless `change_k` was called
-        self.may_have_compiled = False
         self._call_seconds: dict[Hashable, float] = {}  # the least, by rows and slots
+        self._timed_steps: dict[Hashable, int] = {}  # by program
         self.rows: list[Row | None] = []
         self._state: DecodeState | None = None
         self._options: RowOptions | None = None
@@ -283,7 +282,8 @@ class Batch:
         compiles.
 
         Rows that are done cost as much as others, and steps leave them as they are. For the time
-        of these steps all are.
+        of these steps all are. What the call costs is not counted: 0.3 to 2 ms on a CPU, whatever
+        number of steps it takes.
         """
         self.make_room()
         spec = self.spec.with_k(k)
@@ -293,53 +293,41 @@ class Batch:
         all_done, count = jnp.ones_like(state.done), jnp.ones_like(state.count)
         state = dataclasses.replace(state, done=all_done, count=count)
         jax.block_until_ready(state)
+        program = self._step_program(spec)
+        num_steps = self._timed_steps.get(program, 1)
         try:
             self._state = state
-            start = time.perf_counter()
-            jax.block_until_ready(self._take_steps(spec, len(self.rows) + 1, TIMED_STEPS))
-            seconds = self.seconds_a_step(time.perf_counter() - start, TIMED_STEPS, spec)
+            without, seconds = self._seconds_of(spec, 0), self._seconds_of(spec, num_steps)
         finally:  # Ctrl-C while it compiles: no row is done because of it
             self._state = dataclasses.replace(self.state, **kept)
             self._numbers = None
-        return seconds
-
-    def seconds_a_step(
-        self, seconds: float, num_steps: int, spec: DecodeSpec | None = None
-    ) -> float:
-        """What each of some steps took, without what the call that took them costs.
-
-        A call costs 0.3 to 2 ms on a CPU, whatever number of steps it takes: with it a K that is
-        tried for four steps of 6 ms would seem slower than one that is taken for a hundred.
-
-        Args:
-          seconds: of the call, whose shape the rows still have.
-          spec: of the steps, whose call is timed again; None for the last ones.
-        """
         # of all K alike, so that an error does not favour one of them
-        program = self.shape, num_stop_ids(self._options)
-        known = self._call_seconds.get(program, math.inf)
-        if known == math.inf:
-            known = min(self._seconds_of_a_call(spec) for _ in range(TIMED_CALLS))
-        elif spec is not None or known > seconds / 2:  # it was measured at a bad moment
-            known = min(known, self._seconds_of_a_call(spec))
-        self._call_seconds[program] = known
-        return max(seconds - known, seconds / 2) / num_steps
+        without = min(without, self._call_seconds.get(program[1:], math.inf))
+        self._call_seconds[program[1:]] = without
+        of_a_step = max(seconds - without, seconds / 2) / num_steps
+        self._timed_steps[program] = min(max(1, int(TIMED_SECONDS / of_a_step)), MOST_TIMED_STEPS)
+        return of_a_step
 
-    def _seconds_of_a_call(self, spec: DecodeSpec | None) -> float:
-        """Seconds of a call that takes no steps."""
-        may_have_compiled = self.may_have_compiled
+    def _seconds_of(self, spec: DecodeSpec, num_steps: int) -> float:
+        """Seconds of a call that takes so many steps."""
         start = time.perf_counter()
-        jax.block_until_ready(self._take_steps(spec or self._step_spec, len(self.rows) + 1, 0))
-        self.may_have_compiled = may_have_compiled
+        jax.block_until_ready(self._take_steps(spec, len(self.rows) + 1, num_steps))
         return time.perf_counter() - start
+
+    def has_compiled_steps(self, k: int) -> bool:
+        """Whether steps with `k` drafts were taken before, with so many rows and slots."""
+        return was_called(*self._step_program(self.spec.with_k(k)))
+
+    def _step_program(self, spec: DecodeSpec) -> tuple[Hashable, ...]:
+        """What steps are compiled for."""
+        return spec, self.shape, num_stop_ids(self._options)
 
     def _take_steps(self, spec: DecodeSpec, until_done: int, max_steps: int) -> jax.Array:
         """Takes steps until so many rows are done, and returns how many."""
         limits = np.int32(until_done), np.int32(max_steps)
         arguments = (*self.params, self._options, *limits, self.state)
-        with first_call(spec, self.shape, num_stop_ids(self._options)) as call:
+        with first_call(*self._step_program(spec)):
             num_steps, self._state = loop.decode(spec, *arguments)
-        self.may_have_compiled = call.may_have_compiled
         self._numbers = None
         return num_steps
 

@@ -45,7 +45,7 @@ from peagle_jax.decode.requests import Output, Request, check_request
 from peagle_jax.decode.row_outputs import output_of_row
 from peagle_jax.decode.rows import Row, output_without_answer, row_options, sampling_kind
 from peagle_jax.decode.spec import DecodeSpec
-from peagle_jax.decode.step_times import open_step_times
+from peagle_jax.decode.step_times import head_digest, open_step_times
 from peagle_jax.decode.stop_strings import Detokenizer, end_tokens, first_line
 from peagle_jax.decode.switching import LOOKBACK
 from peagle_jax.layers import full_precision
@@ -59,8 +59,6 @@ PREFILL_CHUNK = 512
 STEPS_PER_CHUNK = 4
 # Steps between two looks at the text of requests that end with a string.
 STEPS_PER_STOP_CHECK = 8
-# Steps of which the time is worth keeping, for an adaptive K.
-MIN_TIMED_STEPS = 4
 NO_LIMIT = 2**31 - 1  # steps
 
 
@@ -148,6 +146,7 @@ class Engine(BaseEngine):
         if adaptive_k:
             about = self.spec, self._batch.params
             self._step_times = open_step_times(*about, step_times, num_threads)
+            self._head = head_digest(draft_params)
             self._sampling: str | None = None  # how rows sampled when K was last chosen
         self._waiting = RequestQueue()
         # requests whose prompts are being read, and what reads them
@@ -157,11 +156,6 @@ class Engine(BaseEngine):
         self._new_ids = itertools.count()
         self.others_wait = False  # requests that this engine may get next
         self._more_to_come = False  # after the last step
-
-    def share_step_times(self, other: "Engine") -> None:
-        """Chooses K by the times of another engine, so that each is measured once."""
-        if self.chooser is not None:
-            self._step_times = other._step_times
 
     # ------------------------------------------------------------ requests
 
@@ -245,7 +239,7 @@ class Engine(BaseEngine):
         self._waiting.forget_cancelled([*self._entering, *filter(None, self._batch.rows)])
         outputs, self._kept = self._kept, []
         if self.chooser is not None and self._sampling is not None and not self.has_work:
-            self._step_times.keep_drafts(self._sampling, self.chooser.survival)
+            self._step_times.keep_drafts(self._sampling, self._head, self.chooser)
         return outputs
 
     def _read_and_decode(self) -> None:
@@ -380,7 +374,7 @@ class Engine(BaseEngine):
         self._batch.make_room()  # which may leave rows out
         shape = self._batch.shape
         before = None if self.chooser is None else self._batch.drafts()
-        start = time.perf_counter()
+        is_compiled = self._batch.has_compiled_steps(self._batch.k)
         num_steps = self._batch.decode(min(limits))
         end = time.perf_counter()
         self._stats.decode_seconds += end - begin
@@ -389,12 +383,7 @@ class Engine(BaseEngine):
             program = *program, k
             seen = self._batch.drafts().since(before)
             self.chooser.observe(num_steps, seen.num_drafts, seen.accepted, seen.expected)
-            # with neither larger caches nor a compilation in between
-            is_typical = shape == self._batch.shape and not self._batch.may_have_compiled
-            if is_typical and num_steps >= MIN_TIMED_STEPS:
-                of_a_step = self._batch.seconds_a_step(end - start, num_steps)
-                self._step_times.observe(k, *shape, of_a_step)
-            self._step_times.count(*shape, num_steps)
+            self._step_times.count(*shape, num_steps, end - begin if is_compiled else 0.0)
             self._stats.measure_seconds += time.perf_counter() - end
         self._stats.num_steps += num_steps
         self._stats.steps_by_k[k] += num_steps
@@ -405,9 +394,10 @@ class Engine(BaseEngine):
         self._batch.make_room()  # which may leave rows out
         start = time.perf_counter()
         ks, measure = candidates(self.spec.k), self._batch.step_seconds
-        seconds = self._step_times.get(ks, *self._batch.shape, measure)
+        is_compiled = self._batch.has_compiled_steps
+        seconds = self._step_times.get(ks, *self._batch.shape, measure, is_compiled)
         if self._sampling is None:
-            self._step_times.recall_drafts(self._batch.shape[-1], chooser)
+            self._step_times.recall_drafts(self._batch.shape[-1], self._head, chooser)
         self._sampling = self._batch.shape[-1]
         self._stats.measure_seconds += time.perf_counter() - start
         self._batch.change_k(chooser.choose(seconds))

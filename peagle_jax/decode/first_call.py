@@ -12,7 +12,6 @@ crashes. A server meets a few hundred programs in some hours of requests of many
 
 import collections
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Hashable, Iterator
 from typing import Any, cast
@@ -28,24 +27,11 @@ USED_PART = 0.7
 _called: set[Hashable] = set()
 # by default device: each has programs of its own
 _compiling: collections.defaultdict[Any, threading.RLock] = collections.defaultdict(threading.RLock)
-_num_clearings = 0  # how often all programs were let go of
 _mappings_of_others = 0  # mappings that were left after the last of them
 
 
-@dataclasses.dataclass
-class Call:
-    """A call of a program.
-
-    Attributes:
-      may_have_compiled: whether it was the first, or the first after programs were let go of.
-        Complete when the call is over.
-    """
-
-    may_have_compiled: bool
-
-
 @contextlib.contextmanager
-def first_call(*program: Hashable) -> Iterator[Call]:
+def first_call(*program: Hashable) -> Iterator[None]:
     """Around every call of a program.
 
     Args:
@@ -55,15 +41,17 @@ def first_call(*program: Hashable) -> Iterator[Call]:
     device = cast(Any, jax.config).jax_default_device
     program = (*program, device)
     if program in _called:
-        before, call = _num_clearings, Call(may_have_compiled=False)
-        yield call
-        # another thread may have let go of the program before it was called
-        call.may_have_compiled = _num_clearings != before
+        yield
         return
     with _compiling[device]:
         _make_room()
-        yield Call(may_have_compiled=True)
+        yield
         _called.add(program)
+
+
+def was_called(*program: Hashable) -> bool:
+    """Whether a program was called, and so compiled, and not let go of since."""
+    return (*program, cast(Any, jax.config).jax_default_device) in _called
 
 
 def let_go() -> None:
@@ -71,8 +59,6 @@ def let_go() -> None:
 
     Those that are needed again are compiled again, or read from JAX's persistent cache.
     """
-    global _num_clearings
-    _num_clearings += 1
     _called.clear()
     jax.clear_caches()
 

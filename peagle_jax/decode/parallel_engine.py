@@ -194,8 +194,6 @@ class ParallelEngine(BaseEngine):
         self.engines = tuple(engines)
         self._device_of = dict(zip(engines, devices or [None] * len(engines), strict=True))
         self._share_memory = devices is None or platform() == "cpu"
-        for engine in engines[1:]:
-            engine.share_step_times(engines[0])
         self.max_batch = sum(engine.max_batch for engine in engines)
         self._max_steps: int | None = None
         self.max_steps = engines[0].max_steps

@@ -1,11 +1,14 @@
 """What is kept of a machine and a pair of models: seconds of a decoding step with each number of
 drafts, and how many drafts were accepted lately.
 
-The seconds are measured, all in turns, and then follow what steps are observed to take. A machine
-that others use is faster at one time than at another, and an engine is measured while those beside
-it wait: what steps take now says how fast it is, and what was measured how the Ks compare. A batch
-whose numbers of rows and slots were never measured borrows the times of a similar one, and is
-measured when it has decoded for a while.
+The seconds are measured, all in turns, when a batch is first decoded, and then again and again, a
+round at a time, for at most half a hundredth of the time. A machine that others use is faster at
+one time than at another, and not for all numbers of drafts alike: of several rounds the middle one
+counts, by the ratios of its times. What decoding itself takes is not counted. It says nothing of
+numbers of drafts that are not in use; and a few steps with another one, between calls that cost a
+millisecond, say less than a measurement does (LOG.md, 2026-11-30, afternoon). A batch whose numbers
+of rows and slots were never measured borrows the times of a similar one, and is measured when it
+has decoded for a while.
 
     ~/.cache/peagle_jax/step_times/4f0c...json      one file for each machine and pair of models
 
@@ -17,6 +20,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,33 +32,35 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle_jax.atomic_write import write_atomically
-from peagle_jax.decode.adaptive_k import KChooser, Survival
+from peagle_jax.decode.adaptive_k import KChooser
 from peagle_jax.decode.spec import DecodeSpec
 from peagle_jax.provenance import device_name, versions
 from peagle_jax.targets.sharding import mesh_of
 from peagle_jax.user_cache import user_cache
 
-# Times of this many slots also stand for up to four times fewer.
-FIRST_SLOTS = 256
-# Every number of drafts is timed once in each round, so that a slow moment concerns all. There are
-# at least so many rounds, and more until some seconds are over: eight of short steps may all be of
-# one moment.
-ROUNDS, MOST_ROUNDS, MEASURED_SECONDS = 8, 32, 2.0
+# Times of this many slots also stand for fewer: up to here the length of a text changes little, and
+# more rounds count together. Times of larger numbers also stand for up to four times fewer.
+FIRST_SLOTS = 1024
+# Every number of drafts is timed once in each round, so that a slow moment concerns all. At first
+# there are at least so many rounds, and more until some seconds are over: a few of short steps may
+# all be of one moment. So many of them are kept, each the middle of some.
+ROUNDS, MOST_ROUNDS, MEASURED_SECONDS, KEPT_AT_FIRST = 3, 32, 2.0, 5
+# The newest rounds that count. A further one takes such a part of the time of decoding, and waits
+# for so many seconds of it at least where this process would have to compile programs for it.
+NUM_ROUNDS, PART_OF_TIME, COMPILING_WAITS = 11, 0.005, 1000.0
 # A batch with rows and slots that were never measured borrows the times of the nearest that were,
 # until so many steps were taken with it. To measure compiles a step with every number of drafts,
 # as long as thousands of steps of a small model (16 s where a step takes 5 ms), and most batches
 # soon change. Where one has more than so many times the rows of the other, times say little.
 STEPS_BEFORE_MEASURING, MOST_TIMES_AS_MANY = 512, 4
-# Which of several times counts. Other work on the machine can only make a step slower, hence not
-# the middle one.
-QUANTILE = 0.25
-# Observed times that are kept, of all K and of each. With 4, 8 and 16 of all, choices on simulated
-# machines are within 0.5 % of each other on average (LOG.md, 2026-11-29, morning).
-NUM_PACES, NUM_SHARES = 8, 16
-# So many observed times count alone; fewer beside what was expected.
-ENOUGH = 4
-# Between two times that accepted drafts are written.
-KEEP_SECONDS = 60
+# Between two times that accepted drafts are written, and after one that failed.
+KEEP_SECONDS, AFTER_FAILURE = 5.0, 600.0
+
+LARGEST = 1e9  # number in a file
+
+# of this process, by what times depend on and the folder
+_opened: dict[tuple[str, Path], "StepTimes"] = {}
+_opening = threading.Lock()
 
 
 def what_times_depend_on(spec: DecodeSpec, params: Any, num_threads: int) -> dict[str, str]:
@@ -73,7 +79,7 @@ def what_times_depend_on(spec: DecodeSpec, params: Any, num_threads: int) -> dic
         "target": f"{type(config).__name__}, cache {jnp.dtype(config.kv_cache_dtype)}",
         "drafter": f"{type(spec.drafter).__name__}, K = {spec.k}",
         "threads": str(num_threads),
-        "seconds": "of a step, without what a call costs",
+        "seconds": "of a step, without what a call costs, in rounds",
         "arrays": hashlib.sha256(" ".join(shapes).encode()).hexdigest()[:20],
     }
 
@@ -81,7 +87,8 @@ def what_times_depend_on(spec: DecodeSpec, params: Any, num_threads: int) -> dic
 def open_step_times(
     spec: DecodeSpec, params: tuple[Any, Any], folder: Path | None, num_threads: int
 ) -> "StepTimes":
-    """What is kept of a way of decoding.
+    """What is kept of a way of decoding. Engines of a process that decode alike share it, also with
+    different heads of the same shapes.
 
     Args:
       params: of the target and of the drafter.
@@ -89,7 +96,10 @@ def open_step_times(
       num_threads: engines that decode at the same time.
     """
     about = what_times_depend_on(spec, params, num_threads)
-    return StepTimes(about, folder or user_cache("step_times"), head_digest(params[1]))
+    folder = folder or user_cache("step_times")
+    key = json.dumps(about), folder.absolute()
+    with _opening:
+        return _opened.get(key) or _opened.setdefault(key, StepTimes(about, folder))
 
 
 def head_digest(draft_params: Any) -> str:
@@ -105,68 +115,64 @@ def _first_numbers(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 @dataclasses.dataclass
-class FollowedTimes:
-    """Times of a batch, from former ones and from what its steps are observed to take.
-
-    A step with K drafts is expected to take former time x pace x share. The pace is the machine's
-    at present, seen in steps with whatever K; the share is by how much one K differs from the
-    former ratios. A K that was observed while the machine was faster does not seem fast for that.
+class MeasuredTimes:
+    """Times of a batch, from several rounds of measuring.
 
     Attributes:
-      slots: at which steps are observed.
-      former: measured, or of another batch, by K.
-      seconds: of this batch, by K.
-      paces: the newest of all observed steps.
-      shares: the newest of each K.
+      rounds: the newest ones, seconds by K.
+      cost: seconds that the last one took.
+      decoded: seconds of decoding since then.
+      seconds: of a step, by K: the ratios of the middle round, at the middle pace. Always the same
+        object.
     """
 
-    slots: int
-    former: dict[int, float]
-    seconds: dict[int, float]
-    paces: list[float] = dataclasses.field(default_factory=list)
-    shares: dict[int, list[float]] = dataclasses.field(default_factory=dict)
+    rounds: list[dict[int, float]]
+    cost: float = 0.0
+    decoded: float = 0.0
+    seconds: dict[int, float] = dataclasses.field(default_factory=dict)
 
-    @classmethod
-    def since(cls, slots: int, former: Mapping[int, float]) -> "FollowedTimes":
-        """Times of which nothing was observed yet."""
-        return cls(slots, dict(former), dict(former))
+    def __post_init__(self) -> None:
+        self._count()
 
-    def observe(self, k: int, seconds: float) -> None:
-        """Takes in what a step with `k` drafts took. A single slow moment changes nothing."""
-        expected = self.former[k] * self._share(k)
-        self.paces = [*self.paces, seconds / expected][-NUM_PACES:]
-        pace = _quantile(self.paces, 1.0)
-        if len(self.paces) >= ENOUGH:  # before, what is the machine's would be taken for this K's
-            shares = [*self.shares.get(k, []), seconds / (self.former[k] * pace)]
-            self.shares[k] = shares[-NUM_SHARES:]
-        for other, former in self.former.items():
-            self.seconds[other] = former * pace * self._share(other)
+    def add(self, by_k: Mapping[int, float], cost: float) -> None:
+        """Takes in a round that has just taken `cost` seconds."""
+        self.rounds = [*self.rounds, dict(by_k)][-NUM_ROUNDS:]
+        self.cost, self.decoded = cost, 0.0
+        self._count()
 
-    def _share(self, k: int) -> float:
-        return _quantile(self.shares.get(k, []), 1.0)
+    def is_due(self, is_compiled: bool) -> bool:
+        """Whether there may be a further round."""
+        waits = self.cost / PART_OF_TIME
+        return self.decoded >= (waits if is_compiled else max(waits, COMPILING_WAITS))
+
+    def _count(self) -> None:
+        paces = [statistics.geometric_mean(by_k.values()) for by_k in self.rounds]
+        pace = statistics.median(paces)
+        for k in self.rounds[0]:
+            ratios = [by_k[k] / its for by_k, its in zip(self.rounds, paces, strict=True)]
+            self.seconds[k] = pace * statistics.median(ratios)
 
 
 class StepTimes:
     """The times of one pair of models on one machine.
 
+    Heads of the same shapes share times, and not what was accepted of their drafts.
+
     Args:
       about: from `what_times_depend_on`.
       folder: where files are, one for each `about`.
-      head: which draft head it is, from `head_digest`. Heads of the same shapes share times, and
-        not what was accepted of their drafts.
     """
 
-    def __init__(self, about: Mapping[str, str], folder: Path, head: str = "") -> None:
+    def __init__(self, about: Mapping[str, str], folder: Path) -> None:
         self._about = dict(about)
-        self._head = head
         line = json.dumps(self._about, sort_keys=True)
-        self._file: Path | None
         self._file = folder / f"{hashlib.sha256(line.encode()).hexdigest()[:20]}.json"
         # by rows, slots and sampling
-        self._own: dict[str, FollowedTimes] = {}
-        self._borrowed: dict[str, FollowedTimes] = {}
+        self._own: dict[str, MeasuredTimes] = {}
         self._num_steps: collections.Counter[str] = collections.Counter()
-        self._drafts: dict[str, tuple[list[float], list[float]]] = {}
+        # steps that tried and accepted each position, and plain steps until drafting is looked at
+        self._drafts: dict[str, tuple[list[float], list[float], list[float]]] = {}
+        self._lenders: dict[str, str] = {}  # whose times a batch borrows, by name
         self._next_write = 0.0
         # engines in several threads share the times
         self._measuring, self._changing = threading.Lock(), threading.RLock()
@@ -179,60 +185,94 @@ class StepTimes:
         slots: int,
         sampling: str,
         measure: Callable[[int], float],
+        is_compiled: Callable[[int], bool] = lambda k: False,
     ) -> Mapping[int, float]:
         """Seconds of a step with each of `ks` drafts: measured, or borrowed from similar batches.
 
-        The same object as long as they are of one kind. It follows what is observed.
+        The same object as long as they are of one kind. Now and then a round is measured anew.
 
         Args:
           num_rows: rows of the batch.
-          slots: of the caches; rounded up to 256, 1,024, 4,096 and so on.
+          slots: of the caches; rounded up to 1,024, 4,096 and so on.
           sampling: how the rows sample, as `sampling_kind` says.
           measure: gives the seconds of a step with a number of drafts.
+          is_compiled: whether that can be done without compiling.
         """
         name = _name(num_rows, slots, sampling)
-        known = self._known(name, ks, slots)
-        is_due = self._num_steps[name] >= STEPS_BEFORE_MEASURING
-        if known is not None and (self._measured(name, ks) is known or not is_due):
-            return known
+        known, is_own = self._known(name, ks)
+        if known is not None and not self._is_due(name, ks, known, is_own, is_compiled):
+            return known.seconds
         if not self._measuring.acquire(blocking=known is None):
             assert known is not None
-            return known  # borrowed; another thread is measuring
+            return known.seconds  # another thread is measuring
         try:
             # another thread may have measured before, these times or some to borrow
-            known = self._known(name, ks, slots)
-            if self._measured(name, ks) is None and (known is None or is_due):
-                for k in ks:
-                    measure(k)  # may be compiled
-                begin, rounds = time.monotonic(), []
-                while len(rounds) < ROUNDS or (
-                    len(rounds) < MOST_ROUNDS and time.monotonic() - begin < MEASURED_SECONDS
-                ):
-                    rounds.append([measure(k) for k in ks])
-                by_k = dict(zip(ks, map(_quantile, zip(*rounds, strict=True)), strict=True))
-                with self._changing:
-                    self._own[name] = FollowedTimes.since(slots, by_k)
-                    self._borrowed.pop(name, None)
-                    self._write()
-                known = self._own[name].seconds
+            known, is_own = self._known(name, ks)
+            if known is None or self._is_due(name, ks, known, is_own, is_compiled):
+                known = self._measure(name, ks, measure, known if is_own else None)
         finally:
             self._measuring.release()
-        assert known is not None
+        return known.seconds
+
+    def _is_due(
+        self,
+        name: str,
+        ks: Sequence[int],
+        known: MeasuredTimes,
+        is_own: bool,
+        is_compiled: Callable[[int], bool],
+    ) -> bool:
+        """Whether to measure although something is known."""
+        if not is_own:
+            return self._num_steps[name] >= STEPS_BEFORE_MEASURING
+        return known.is_due(True) and (known.is_due(False) or all(map(is_compiled, ks)))
+
+    def _measure(
+        self,
+        name: str,
+        ks: Sequence[int],
+        measure: Callable[[int], float],
+        known: MeasuredTimes | None,
+    ) -> MeasuredTimes:
+        """Measures the first rounds, or a further one."""
+        begin, rounds = time.monotonic(), []
+        if known is not None:
+            known.decoded = 0.0  # first: what fails is not tried again at once
+        for k in ks:
+            measure(k)  # may be compiled; and a program that was away finds nothing in caches
+        if known is None:  # what it takes to compile would count
+            begin = time.monotonic()
+        while not rounds or (
+            known is None
+            and (
+                len(rounds) < ROUNDS
+                or (len(rounds) < MOST_ROUNDS and time.monotonic() - begin < MEASURED_SECONDS)
+            )
+        ):
+            rounds.append({k: measure(k) for k in ks})
+        cost = time.monotonic() - begin
+        with self._changing:
+            self._lenders.clear()
+            if known is None:
+                cost *= 2 / len(rounds)  # of a round and its first calls
+                groups = [rounds[i::KEPT_AT_FIRST] for i in range(KEPT_AT_FIRST)]
+                kept = [MeasuredTimes(group).seconds for group in groups if group]
+                known = self._own[name] = MeasuredTimes(kept, cost)
+            else:
+                known.add(rounds[0], cost)
+            self._write()
         return known
 
-    def _known(self, name: str, ks: Sequence[int], slots: int) -> Mapping[int, float] | None:
-        """Times that were measured, or else borrowed ones, or None."""
-        return self._measured(name, ks) or self._borrow(name, ks, slots)
+    def _known(self, name: str, ks: Sequence[int]) -> tuple[MeasuredTimes | None, bool]:
+        """Times that were measured, or else borrowed ones, or None; and whether they are its own.
 
-    def _measured(self, name: str, ks: Sequence[int]) -> Mapping[int, float] | None:
-        own = self._own.get(name)
-        return own.seconds if own is not None and set(own.seconds) == set(ks) else None
-
-    def _borrow(self, name: str, ks: Sequence[int], slots: int) -> Mapping[int, float] | None:
-        """Times from the nearest rows and slots with the same sampling; None where none are near.
-
-        Rows count more than slots: they decide how much a draft costs beside the weights.
+        They are borrowed from the nearest rows and slots with the same sampling. Rows count more
+        than slots: they decide how much a draft costs beside the weights.
         """
+        lender = self._lenders.get(name, name)
+        own = self._own.get(lender)
+        if own is not None and own.seconds.keys() == set(ks):
+            return own, lender == name
         rows, size, sampling = _parts(name)
 
         def distance(other: str) -> float:
@@ -242,69 +282,69 @@ class StepTimes:
         def is_near(other: str) -> bool:
             other_rows, _, its_sampling = _parts(other)
             is_alike = max(rows, other_rows) <= MOST_TIMES_AS_MANY * min(rows, other_rows)
-            return is_alike and its_sampling == sampling and self._measured(other, ks) is not None
+            return is_alike and its_sampling == sampling
 
         with self._changing:
-            borrowed = self._borrowed.get(name)
-            if borrowed is None or set(borrowed.seconds) != set(ks):
-                near = [other for other in self._own if is_near(other)]
-                if not near:
-                    return None
-                lent = self._own[min(near, key=distance)].seconds
-                borrowed = self._borrowed[name] = FollowedTimes.since(slots, lent)
-            return borrowed.seconds
+            near = [other for other, its in self._own.items() if its.seconds.keys() == set(ks)]
+            near = [other for other in near if is_near(other)]
+            if not near:
+                return None, False
+            self._lenders[name] = min(near, key=distance)
+            return self._own[self._lenders[name]], False
 
-    def count(self, num_rows: int, slots: int, sampling: str, num_steps: int) -> None:
-        """Takes in that so many steps were taken: a batch that stays is measured."""
-        with self._changing:
-            self._num_steps[_name(num_rows, slots, sampling)] += num_steps
-
-    def observe(self, k: int, num_rows: int, slots: int, sampling: str, seconds: float) -> None:
-        """Takes in what a step with `k` drafts took, on average over some steps.
-
-        Times with other slots than those that were measured would make one K seem slower than
-        another. They are left out.
-        """
+    def count(
+        self, num_rows: int, slots: int, sampling: str, num_steps: int, seconds: float
+    ) -> None:
+        """Takes in that so many steps were taken: a batch that stays is measured, and again."""
         name = _name(num_rows, slots, sampling)
         with self._changing:
-            for times in (self._own.get(name), self._borrowed.get(name)):
-                if times is not None and slots == times.slots and k in times.former:
-                    times.observe(k, seconds)
+            self._num_steps[name] += num_steps
+            if name in self._own:
+                self._own[name].decoded += seconds
 
-    def recall_drafts(self, sampling: str, chooser: KChooser) -> None:
+    def recall_drafts(self, sampling: str, head: str, chooser: KChooser) -> None:
         """Tells a new `chooser` what was accepted in earlier runs, if any was.
 
         Args:
           sampling: how the rows sample, as `sampling_kind` says.
+          head: which draft head it is, from `head_digest`.
         """
-        counts = self._drafts.get(f"{sampling} {self._head}")
-        if counts is not None and {len(x) for x in counts} == {chooser.k_max}:
-            chooser.recall(*counts)
+        counts = self._drafts.get(f"{sampling} {head}")
+        if counts is not None and {len(x) for x in counts[:2]} == {chooser.k_max}:
+            chooser.recall(*counts[:2], *counts[2][:1])
 
-    def keep_drafts(self, sampling: str, survival: Survival) -> None:
-        """Keeps what `survival` has seen, unless that was done a moment ago."""
-        counts = survival.counts()
+    def keep_drafts(self, sampling: str, head: str, chooser: KChooser) -> None:
+        """Keeps what `chooser` has seen, unless that was done a moment ago."""
+        counts = *chooser.survival.counts(), [float(chooser.wait)]
         if not counts[0][0]:
             return  # it saw none
         with self._changing:
-            self._drafts[f"{sampling} {self._head}"] = counts
+            self._drafts[f"{sampling} {head}"] = counts
             if time.monotonic() >= self._next_write:
                 self._next_write = time.monotonic() + KEEP_SECONDS
                 self._write()
 
     def _read(self) -> None:
-        assert self._file is not None
         try:
             content = json.loads(self._file.read_text(encoding="utf-8"))
-            for name, (slots, seconds) in content["times"].items():
+            for name, (rounds, cost, decoded) in content["times"].items():
                 _parts(name)
-                numbers = _numbers(seconds.values(), least=1e-9)
-                former = dict(zip(map(int, seconds), numbers, strict=True))
-                self._own[name] = FollowedTimes.since(int(slots), former)
-            for name, (tried, accepted) in content["drafts"].items():
-                self._drafts[name] = _numbers(tried), _numbers(accepted)
+                of_file = [
+                    dict(zip(map(int, by_k), _numbers(by_k.values(), least=1e-9), strict=True))
+                    for by_k in rounds
+                ]
+                if not of_file or any(by_k.keys() != of_file[0].keys() for by_k in of_file):
+                    raise ValueError("each round is of the same numbers of drafts")
+                cost, decoded = _numbers([cost, decoded])
+                self._own[name] = MeasuredTimes(of_file, cost, decoded)
+            for name, (tried, accepted, *wait) in content["drafts"].items():
+                self._drafts[name] = (
+                    _numbers(tried),
+                    _numbers(accepted),
+                    _numbers(*wait or [[]])[:1],
+                )
             for name, num_steps in content.get("steps", {}).items():
-                self._num_steps[name] = int(num_steps)
+                self._num_steps[name] = max(0, int(num_steps))
         except (
             OSError,
             ValueError,
@@ -318,9 +358,7 @@ class StepTimes:
             self._num_steps.clear()
 
     def _write(self) -> None:
-        if self._file is None:
-            return
-        times = {name: (own.slots, own.seconds) for name, own in self._own.items()}
+        times = {name: (own.rounds, own.cost, own.decoded) for name, own in self._own.items()}
         content = {"about": self._about, "times": times, "drafts": self._drafts}
         content["steps"] = self._num_steps
         text = json.dumps(content, indent=1)
@@ -329,8 +367,8 @@ class StepTimes:
             write_atomically(self._file, text + "\n")
         except FileNotFoundError:
             pass  # another process has just written what it knows under the same name
-        except OSError:
-            self._file = None  # a folder that cannot be written: they are kept in memory
+        except OSError:  # a folder that cannot be written, or a full disk: kept in memory meanwhile
+            self._next_write = time.monotonic() + AFTER_FAILURE
 
 
 def _name(num_rows: int, slots: int, sampling: str) -> str:
@@ -345,28 +383,14 @@ def _parts(name: str) -> tuple[int, int, str]:
     """The rows, slots and sampling of a name. ValueError where it is none, as in a damaged file."""
     rows, slots, sampling = name.split(", ", 2)
     numbers = int(rows.removesuffix(" rows")), int(slots.removesuffix(" slots"))
-    if min(numbers) < 1:
-        raise ValueError(f"{name}: rows and slots must be at least 1")
+    if not 1 <= min(numbers) <= max(numbers) <= LARGEST:
+        raise ValueError(f"{name}: rows and slots must lie in 1 to {LARGEST:g}")
     return *numbers, sampling
 
 
 def _numbers(values: Iterable[float], least: float = 0) -> list[float]:
-    """Of a file. ValueError where one is below `least`, not finite, or NaN, as after damage."""
+    """Of a file. ValueError where one is below `least`, too large, or NaN, as after damage."""
     numbers = [float(x) for x in values]
-    if not all(least <= x < math.inf for x in numbers):
-        raise ValueError(f"numbers must be finite, and at least {least}")
+    if not all(least <= x <= LARGEST for x in numbers):
+        raise ValueError(f"numbers must lie in {least} to {LARGEST}")
     return numbers
-
-
-def _quantile(seconds: Sequence[float], before: float = 0.0) -> float:
-    """Which of several times counts.
-
-    Args:
-      before: what stands for those that are fewer than ENOUGH.
-    """
-    # as np.quantile has it, which takes 66 us in the place of 2; each look needs one for every K
-    ordered = sorted([*seconds, *[before] * (ENOUGH - len(seconds))])
-    place = QUANTILE * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return float(ordered[below] + (place - below) * (ordered[above] - ordered[below]))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peagle_jax.decode import adaptive_k
+from peagle_jax.decode import adaptive_k, step_times
 from peagle_jax.decode.adaptive_k import KChooser, Survival, candidates
 from peagle_jax.decode.step_times import StepTimes
 
@@ -46,7 +46,7 @@ def test_estimates_are_the_shares_of_steps():
     conditional = [0.8, 0.7, 0.9, 0.5]
     survival = Survival(4)
     assert survival.length(0) == 1 and len(survival.chances(0)) == 0
-    assert survival.chances(4)[0] < adaptive_k.FIRST_GUESS  # which is a share of tokens
+    assert survival.chances(4)[0] < adaptive_k.FIRST_GUESS  # which is of weights
     seen, lengths = [], []
     for _ in range(600):
         survival.observe(4, 16, 16, steps(rng, conditional, 4, 16))
@@ -79,20 +79,32 @@ def regions_in_steps(lengths, k: int) -> tuple[int, np.ndarray]:
     return num_steps, accepted
 
 
-@pytest.mark.parametrize("k_seen", [5, 7])
-def test_a_smaller_k_has_more_of_its_steps_in_easy_parts(k_seen):
-    """In a text of hard and easy parts, lengths with K = 1 and 3 follow from steps with more."""
+def independent_steps(k: int) -> tuple[int, np.ndarray]:
+    """How a text is decoded in which every draft is right with a chance of 0.75."""
+    return 10_000, (10_000 * 0.75 ** np.arange(1, 8)).astype(int) * (np.arange(7) < k)
+
+
+@pytest.mark.parametrize("k_seen", [1, 3, 5, 7])
+@pytest.mark.parametrize("text", ["long parts", "independent tokens"])
+def test_lengths_with_another_k_follow_from_steps(text, k_seen, monkeypatch):
+    """In a text of long parts shares of tokens stay the same with any K, and in one where no token
+    tells of the next one shares of steps do. The estimate lies between, and errs half as much."""
     parts = [0, 0, 1, 2, 7, 7]
-    num_steps, accepted = regions_in_steps(parts, k_seen)
-    survival = Survival(7)
-    survival.observe(k_seen, 1, num_steps, accepted)
-    for k in (1, 3, 5):
-        fewer, found = regions_in_steps(parts, k)
-        assert survival.length(k) == pytest.approx(840 * len(parts) / fewer, rel=0.01)
-        assert survival.chances(k) == pytest.approx(found[:k] / fewer, abs=0.01)
-        # which shares of all steps would not say
-        naive = 1 + accepted[:k].sum() / num_steps
-        assert k == k_seen or naive < 0.97 * survival.length(k)
+    decode = independent_steps if text != "long parts" else lambda k: regions_in_steps(parts, k)
+
+    def errors(exponent: float) -> np.ndarray:
+        monkeypatch.setattr(adaptive_k, "TOKENS_EXPONENT", exponent)
+        survival = Survival(7)
+        survival.observe(k_seen, 1, *decode(k_seen))
+        found = {k: decode(k) for k in (1, 3, 5, 7) if k <= k_seen}
+        lengths = {k: 1 + accepted[:k].sum() / steps for k, (steps, accepted) in found.items()}
+        return np.array([survival.length(k) / length - 1 for k, length in lengths.items()])
+
+    by_steps, between, by_tokens = (errors(x) for x in (0.0, adaptive_k.TOKENS_EXPONENT, 1.0))
+    right, wrong = (by_tokens, by_steps) if text == "long parts" else (by_steps, by_tokens)
+    assert np.abs(right).max() < 0.01 and abs(between[-1]) < 0.01 and abs(wrong[-1]) < 0.01
+    assert k_seen == 1 or np.abs(between).max() < 0.65 * np.abs(wrong).max() < 0.2
+    assert np.abs(between).max() < 0.12
 
 
 def test_survival_forgets():
@@ -101,10 +113,8 @@ def test_survival_forgets():
     assert survival.chances(2)[1] > 0.93
     half = adaptive_k.HALF_LIFE
     survival.observe(2, half, half, np.zeros(2, int))
-    # of the hundred half are left, in steps of three tokens; the others have one
-    tokens = 150 / (150 + half)
-    wanted = tokens / 3 / (tokens / 3 + 1 - tokens)
-    assert survival.chances(2)[0] == pytest.approx(wanted, abs=0.03)
+    # half of the hundred are left
+    assert survival.chances(2)[0] == pytest.approx(50 / (50 + half), abs=0.03)
     survival.observe(2, 8 * half, 8 * half, np.zeros(2, int))
     assert survival.chances(2)[0] < 0.1
     # what steps do not try is forgotten more slowly
@@ -137,7 +147,8 @@ def test_what_is_not_tried_is_forgotten_slowly(num_rows):
     survival.observe(3, 1, 100, np.array([100, 100, 100]))
     before = survival.counts()[0][2]
     survival.observe(2, 64, 64 * num_rows, np.array([9, 0, 0]))
-    half_lives = min(1.0, 64 * num_rows / adaptive_k.UNSEEN_HALF_LIFE)
+    of_steps, of_drafts = adaptive_k.UNSEEN_STEPS, adaptive_k.UNSEEN_HALF_LIFE
+    half_lives = min(64 / of_steps, 64 * num_rows / of_drafts)
     assert survival.counts()[0][2] == pytest.approx(before * 0.5**half_lives)
 
 
@@ -203,22 +214,58 @@ def test_a_choice_that_was_not_affordable_is_made_again_soon():
     assert chooser.steps_left == adaptive_k.FIRST_WAIT
 
 
-def test_the_first_choices_of_an_engine_try_another_k():
-    """A K that is taken alone cannot be told from a fast machine by its own steps."""
-    chooser, seconds = KChooser(3), {0: 1.0, 1: 1.0, 3: 1.45}
-    chooser.recall([1e6] * 3, [8e5] * 3)
-    taken = []
-    for _ in range(20):
-        taken.append(chooser.choose(seconds))
-        count = chooser.steps_left
-        accepted = (np.array([0.8, 0.64, 0.51]) * count).astype(int)
-        accepted[taken[-1] :] = 0
-        chooser.observe(count, count, accepted)
-        chooser.survival.recall([1e6] * 3, [8e5] * 3)
-    best = max(set(taken), key=taken.count)
-    tries = [i for i, k in enumerate(taken) if k != best]
-    assert 0 not in taken and len(tries) == 1 + sum(i <= 12 for i in adaptive_k.FIRST_TRIALS)
-    assert tries[0] == adaptive_k.FIRST_TRIALS[0]
+def test_drafting_is_not_left_for_less_than_a_change_takes():
+    """To end drafting for 256 plain steps, and to begin again, takes as long as eight of them."""
+    seconds = {0: 0.5e-3, 3: 0.5e-3 * 2.05}
+
+    def k_after(length: float) -> int:
+        chooser = KChooser(3)
+        chooser.recall([1e6] * 3, [1e6] * 3)
+        assert chooser.choose(seconds) == 3
+        chooser.survival.length = lambda k: length if k else 1.0
+        chooser._lost, chooser.steps_left = 0.0, 0
+        return chooser.choose(seconds)
+
+    # plain decoding is 1.02 times as fast, and saves 2.6 ms; 1.04 times, and 5.2
+    assert (k_after(2.01), k_after(1.97)) == (3, 0)
+
+
+def test_looks_that_find_little_difference_become_rare_too():
+    """Where plain decoding is a little faster, drafting goes on for a while, and not for ever."""
+    chooser, seconds = KChooser(3), {0: 1.0, 1: 1.55, 3: 2.05}
+    chosen = []
+    for _ in range(3000):
+        k, count = chooser.choose(seconds), chooser.steps_left
+        accepted = np.array([0.5, 0.3, 0.18] if k == 3 else [0.5, 0.0, 0.0]) * (count if k else 0)
+        chooser.observe(count, count if k else 0, accepted.round().astype(int))
+        chosen.append((k, count))
+    lost = sum(count * (seconds[k] - (1 + 0.5 * (k > 0) + 0.48 * (k == 3))) for k, count in chosen)
+    assert lost < (adaptive_k.MAX_LOSS + 0.002) * sum(n * seconds[k] for k, n in chosen)
+    assert max(count for k, count in chosen if not k) >= 4 * adaptive_k.FIRST_WAIT
+
+
+def test_a_changing_batch_does_not_shorten_the_waits():
+    """Guesses favour drafting for one of two sizes: each change is a short look, and no more."""
+    chooser = KChooser(3)
+    sizes = {0: 1.0, 1: 1.2, 3: 1.3}, {0: 1.0, 1: 3.0, 3: 5.0}
+    chooser.choose(sizes[1])
+    chooser.observe(2000, 0, np.zeros(3, int))  # everything is forgotten
+    chooser._wait = 1024
+    chooser._plain_steps = chooser.steps_left = 10
+    assert chooser.choose(sizes[0]) > 0 and chooser.steps_left == adaptive_k.PROBE_STEPS
+    assert chooser.wait == 1024
+    chooser.observe(4, 4, np.zeros(3, int))
+    chooser.survival.recall([1e6] * 3, [0.0] * 3)
+    assert chooser.choose(sizes[0]) == 0 and chooser.wait == 2048
+
+
+def test_an_engine_waits_as_long_as_the_one_before_it_did():
+    """Up to a limit, for its texts may be others."""
+    known = KChooser(3)
+    for wait, found in ((0.0, 128), (64.0, 128), (300.0, 300), (4096.0, adaptive_k.RECALLED_WAIT)):
+        known.recall([9.0] * 3, [0.0] * 3, wait)
+        assert known.wait == found
+    assert known.choose({0: 1.0, 3: 3.0}) == 0 and known.steps_left == adaptive_k.RECALLED_WAIT
 
 
 def decode_deceptive_text(chooser, seconds):
@@ -295,10 +342,11 @@ def test_first_steps_in_vain_do_not_end_drafting_that_is_known_to_pay(plain):
         accepted = np.array([4 * count, *[0] * 6])
         chooser.observe(count, 8 * count, accepted)
     # a head that never does better is given up
-    for _ in range(8):
-        k = chooser.choose(batch_of_8)
+    chosen = []
+    for _ in range(16):
+        chosen += [k := chooser.choose(batch_of_8)] * chooser.steps_left
         chooser.observe(chooser.steps_left, 8 * chooser.steps_left if k else 0, np.zeros(7, int))
-    assert chooser.k == 0
+    assert chosen.count(0) > 0.9 * len(chosen)
 
 
 def test_no_more_steps_are_taken_at_once_than_may_be_lost():
@@ -316,28 +364,31 @@ def test_no_more_steps_are_taken_at_once_than_may_be_lost():
         # 1.5 drafts of a step are accepted
         chooser.observe(count, 2 * count, np.array([count, count, count]))
         total += count * seconds[3]
-    assert taken[0] == adaptive_k.FIRST_STEPS and adaptive_k.FIRST_STEPS < taken[-1] <= 64
+    assert taken[0] == adaptive_k.FIRST_STEPS and adaptive_k.FIRST_STEPS < taken[-1] <= 128
 
 
 def test_a_time_that_was_measured_at_a_bad_moment_does_not_stay(tmp_path):
-    """The best K seems slow at first; now and then it is taken, and its time observed."""
+    """The best K seems slow at first; later rounds are of better moments."""
     rng = np.random.default_rng(4)
     chooser, chosen = KChooser(7), []
     times = StepTimes({"machine": "one"}, tmp_path)
-    seconds = times.get(
-        list(SECONDS), 1, 256, "greedy", lambda k: SECONDS[k] * (1.08 if k == 5 else 1)
-    )
+
+    def measure(k):
+        return SECONDS[k] * (1.3 if k == 5 and not chosen else 1)
+
     easy = [0.8, 0.8, 0.85, 0.85, 0.8, 0.3, 0.3]
     while len(chosen) < 20_000:
+        seconds = times.get(list(SECONDS), 1, 256, "greedy", measure)
         k = chooser.choose(seconds)
         count = chooser.steps_left
         accepted = np.zeros(7, int)
         accepted[:k] = steps(rng, easy, k, count)
         chooser.observe(count, count if k else 0, accepted)
-        times.observe(k, 1, 256, "greedy", SECONDS[k])
+        times.count(1, 256, "greedy", count, count * step_times.COMPILING_WAITS / 1000)
         chosen += [k] * count
-    assert seconds[5] == SECONDS[5]
-    assert np.mean(np.array(chosen[-5000:]) == 5) > 0.8
+    assert seconds[5] == pytest.approx(SECONDS[5])
+    is_best = np.array(chosen) == 5
+    assert is_best[:4000].mean() < 0.2 and is_best[-5000:].mean() > 0.8
 
 
 def test_gains_of_drafting_are_a_bounded_credit():
@@ -365,12 +416,20 @@ def test_other_seconds_are_a_new_choice():
     assert chooser.choose({0: 0.2, 1: 0.5, 3: 1.2}) == 0
 
 
-@pytest.mark.parametrize("text", ["easy, four rows", "hard, one row"])
-@pytest.mark.parametrize("machine", [(0.15, 20, 0.8), (0.15, 20, 1.0), (0.25, 60, 1.0)])
-def test_a_machine_whose_speed_drifts(text, machine, monkeypatch):
+@pytest.mark.parametrize(
+    "text, of_best, of_plain",
+    [
+        ("easy, four rows", 0.96, 1.3),
+        ("hard, one row", 0.96, 1.05),
+        ("hopeless, short steps", 0.96, 0.96),
+    ],
+)
+@pytest.mark.parametrize("machine", [(0.0, 20, 1.0, 1.0), (0.15, 20, 0.8, 1.0)])
+def test_a_machine_whose_speed_drifts(text, of_best, of_plain, machine, monkeypatch):
     """Times of one moment beside those of another would cost up to a quarter of the speed."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts" / "measure")
+    monkeypatch.setattr(step_times, "MEASURED_SECONDS", 2.0)  # of a clock that does not wait
     from drifting_machine import simulate
 
-    over = [simulate(text, *machine, seed=seed) for seed in range(4)]
-    assert min(over) > 0.93 and np.mean(over) > 0.96
+    over, over_plain = zip(*(simulate(text, machine, seed) for seed in range(3)), strict=True)
+    assert np.mean(over) > of_best and np.mean(over_plain) > of_plain

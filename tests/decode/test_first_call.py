@@ -64,10 +64,11 @@ class Mappings:
 
 
 def call(name):
-    """Whether a call may have compiled its program."""
-    with first_call.first_call("test", name) as this:
+    """Whether a call compiles its program."""
+    was_called = first_call.was_called("test", name)
+    with first_call.first_call("test", name):
         pass
-    return this.may_have_compiled
+    return not was_called
 
 
 def test_programs_are_let_go_of_before_mappings_are_used_up(monkeypatch):
@@ -93,13 +94,13 @@ def test_programs_stay_where_others_use_up_the_mappings(monkeypatch):
 
 
 def test_a_program_that_another_thread_lets_go_of():
-    """After it was found, and before it was called."""
+    """After it was found, and before it was called: that it is compiled then, nobody is told."""
     assert call("one") and not call("one")
-    with first_call.first_call("test", "one") as this:
+    with first_call.first_call("test", "one"):
         other = threading.Thread(target=first_call.let_go)
         other.start()
         other.join()
-    assert this.may_have_compiled and call("one")
+    assert call("one")
 
 
 def test_what_fails_is_not_known():
@@ -148,21 +149,17 @@ def test_answers_stay_when_programs_are_let_go_of(num_threads, monkeypatch):
     assert max(num_freed) > 100 and sum(num_freed) > 50 * len(num_freed)
 
 
-def test_steps_that_compile_are_not_timed(monkeypatch, tmp_path):
-    """Also where a program was compiled before, and let go of."""
+def test_steps_that_would_compile_are_known(tmp_path):
+    """Those with another K, and after programs were let go of: an adaptive K measures them late."""
     target, head = tiny.pair("peagle", context=640)
-    options = {"adaptive_k": True, "step_times": tmp_path, "num_threads": 1, "max_batch": 2}
-    engine = make_engine(target, make_drafter(head, 2, "peagle"), head.params, **options)
-    timed = []
-
-    def note(*about):
-        timed.append(engine._batch.may_have_compiled)
-
-    monkeypatch.setattr(engine._step_times, "observe", note)
-    for _ in range(2):
-        first_call._called.clear()
-        list(engine.run([Request(prompt=[4] * 9, max_new_tokens=150, stop_ids=())]))
-    assert len(timed) > 2 and not any(timed)
+    options = {"step_times": tmp_path, "max_batch": 2, "max_steps": 4, "num_threads": 1}
+    engine = make_engine(target, make_drafter(head, 3, "peagle"), head.params, **options)
+    first_call._called.clear()
+    engine.add(Request(prompt=[4] * 9, max_new_tokens=150, stop_ids=()))
+    engine.step()
+    assert engine._batch.has_compiled_steps(3) and not engine._batch.has_compiled_steps(2)
+    first_call.let_go()
+    assert not engine._batch.has_compiled_steps(3)
 
 
 def test_every_program_of_an_engine_has_a_name(monkeypatch, tmp_path):

@@ -15,6 +15,7 @@ from peagle_jax import text
 from peagle_jax.checkpoints.checksums import FILE, check_checksums, write_checksums
 from peagle_jax.checkpoints.runs import config_from_json, head_json
 from peagle_jax.corpus import ABOUT
+from peagle_jax.decode.adaptive_k import KChooser
 from peagle_jax.decode.step_times import StepTimes
 from peagle_jax.pipelines.acceptance_rates import read_rates
 from peagle_jax.pipelines.answer_file import (
@@ -208,7 +209,8 @@ def test_step_times(folder):
     def check(content):
         path.write_bytes(content)
         again = StepTimes({"machine": "one"}, folder)
-        again.observe(3, 2, 256, "greedy", 0.25)
+        again.count(2, 256, "greedy", 5, 1e4)
+        again.recall_drafts("greedy", "head", KChooser(3))
         assert 3 in again.get([3], 2, 256, "greedy", lambda _: 1.0)
 
     check()
