@@ -75,7 +75,7 @@ class Survival:
     by itself, shares of steps do. Texts lie between. Estimates from steps with one K of the lengths
     with others err by up to 5 % so, by 11 % with shares of tokens and by 8 % with those of steps
     (packaged head, K = 1 to 7, three texts; LOG.md, 2026-11-30, afternoon). Shares of tokens err in
-    favour of the K in use, which then stays.
+    favour of a smaller K, which then stays.
 
     For every position it keeps which share of the steps with all drafts before it accepted has it
     accepted, too. Older drafts count less.
@@ -246,7 +246,9 @@ class KChooser:
         rates = rates_of(self._seconds, self.survival)
         best = max(rates, key=lambda k: rates[k])
         best_draft = max((k for k in rates if k), key=lambda k: rates[k])
-        is_plain, plain_is_best = self.k == 0 and self._total > 0, best == 0
+        plain_is_best = best == 0
+        # of its first steps, too, where the engine before waited for long
+        is_plain = self.k == 0 and (self._total > 0 or self._wait > FIRST_WAIT)
         if is_plain and self._plain_steps < self._wait and not (best and is_other_batch):
             # plain steps let everything be forgotten, and what is guessed then would end them soon
             self._take(0)

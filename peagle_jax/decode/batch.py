@@ -89,7 +89,7 @@ class Batch:
         self.spec, self.max_rows = spec, max_rows
         self.params = target_params, draft_params
         self._step_spec = spec  # of the next step: `spec`, unless `change_k` was called
-        self._call_seconds: dict[Hashable, float] = {}  # the least, by rows and slots
+        self._call_seconds: dict[Hashable, float] = {}  # the least, by shape and stop ids
         self._timed_steps: dict[Hashable, int] = {}  # by program
         self.rows: list[Row | None] = []
         self._state: DecodeState | None = None
@@ -297,6 +297,7 @@ class Batch:
         num_steps = self._timed_steps.get(program, 1)
         try:
             self._state = state
+            self._seconds_of(spec, 0)  # the first after another program takes longer
             without, seconds = self._seconds_of(spec, 0), self._seconds_of(spec, num_steps)
         finally:  # Ctrl-C while it compiles: no row is done because of it
             self._state = dataclasses.replace(self.state, **kept)

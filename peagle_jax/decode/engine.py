@@ -374,7 +374,7 @@ class Engine(BaseEngine):
         self._batch.make_room()  # which may leave rows out
         shape = self._batch.shape
         before = None if self.chooser is None else self._batch.drafts()
-        is_compiled = self._batch.has_compiled_steps(self._batch.k)
+        is_compiled = self.chooser is not None and self._batch.has_compiled_steps(self._batch.k)
         num_steps = self._batch.decode(min(limits))
         end = time.perf_counter()
         self._stats.decode_seconds += end - begin

@@ -45,8 +45,8 @@ FIRST_SLOTS = 1024
 # there are at least so many rounds, and more until some seconds are over: a few of short steps may
 # all be of one moment. So many of them are kept, each the middle of some.
 ROUNDS, MOST_ROUNDS, MEASURED_SECONDS, KEPT_AT_FIRST = 3, 32, 2.0, 5
-# The newest rounds that count. A further one takes such a part of the time of decoding, and waits
-# for so many seconds of it at least where this process would have to compile programs for it.
+# The newest rounds that count. A further one takes such a part of the time of decoding. Where this
+# process would have to compile programs for it, it must have decoded for so many seconds.
 NUM_ROUNDS, PART_OF_TIME, COMPILING_WAITS = 11, 0.005, 1000.0
 # A batch with rows and slots that were never measured borrows the times of the nearest that were,
 # until so many steps were taken with it. To measure compiles a step with every number of drafts,
@@ -56,7 +56,8 @@ STEPS_BEFORE_MEASURING, MOST_TIMES_AS_MANY = 512, 4
 # Between two times that accepted drafts are written, and after one that failed.
 KEEP_SECONDS, AFTER_FAILURE = 5.0, 600.0
 
-LARGEST = 1e9  # number in a file
+# The largest number in a file; by which part accepted drafts, as sums, may exceed those tried.
+LARGEST, ROUNDING = 1e9, 1e-6
 
 # of this process, by what times depend on and the folder
 _opened: dict[tuple[str, Path], "StepTimes"] = {}
@@ -122,6 +123,8 @@ class MeasuredTimes:
       rounds: the newest ones, seconds by K.
       cost: seconds that the last one took.
       decoded: seconds of decoding since then.
+      here: the same of this process alone.
+      compiling: seconds that the last round took with its compilations, in this process.
       seconds: of a step, by K: the ratios of the middle round, at the middle pace. Always the same
         object.
     """
@@ -129,6 +132,8 @@ class MeasuredTimes:
     rounds: list[dict[int, float]]
     cost: float = 0.0
     decoded: float = 0.0
+    here: float = 0.0
+    compiling: float = 0.0
     seconds: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -137,13 +142,14 @@ class MeasuredTimes:
     def add(self, by_k: Mapping[int, float], cost: float) -> None:
         """Takes in a round that has just taken `cost` seconds."""
         self.rounds = [*self.rounds, dict(by_k)][-NUM_ROUNDS:]
-        self.cost, self.decoded = cost, 0.0
+        self.cost, self.decoded, self.here = cost, 0.0, 0.0
         self._count()
 
     def is_due(self, is_compiled: bool) -> bool:
         """Whether there may be a further round."""
-        waits = self.cost / PART_OF_TIME
-        return self.decoded >= (waits if is_compiled else max(waits, COMPILING_WAITS))
+        if is_compiled:
+            return self.decoded >= self.cost / PART_OF_TIME
+        return self.here >= max(COMPILING_WAITS, self.compiling / PART_OF_TIME)
 
     def _count(self) -> None:
         paces = [statistics.geometric_mean(by_k.values()) for by_k in self.rounds]
@@ -225,7 +231,7 @@ class StepTimes:
         """Whether to measure although something is known."""
         if not is_own:
             return self._num_steps[name] >= STEPS_BEFORE_MEASURING
-        return known.is_due(True) and (known.is_due(False) or all(map(is_compiled, ks)))
+        return known.is_due(True) and (all(map(is_compiled, ks)) or known.is_due(False))
 
     def _measure(
         self,
@@ -235,13 +241,14 @@ class StepTimes:
         known: MeasuredTimes | None,
     ) -> MeasuredTimes:
         """Measures the first rounds, or a further one."""
-        begin, rounds = time.monotonic(), []
-        if known is not None:
-            known.decoded = 0.0  # first: what fails is not tried again at once
+        with self._changing:  # what fails is not tried again at once
+            self._num_steps[name] = 0
+            if known is not None:
+                known.decoded = known.here = 0.0
+        first = time.monotonic()
         for k in ks:
             measure(k)  # may be compiled; and a program that was away finds nothing in caches
-        if known is None:  # what it takes to compile would count
-            begin = time.monotonic()
+        begin, rounds = time.monotonic(), []
         while not rounds or (
             known is None
             and (
@@ -250,16 +257,17 @@ class StepTimes:
             )
         ):
             rounds.append({k: measure(k) for k in ks})
-        cost = time.monotonic() - begin
+        end = time.monotonic()
+        cost = 2 * (end - begin) / len(rounds)  # of a round and its first calls
         with self._changing:
             self._lenders.clear()
             if known is None:
-                cost *= 2 / len(rounds)  # of a round and its first calls
                 groups = [rounds[i::KEPT_AT_FIRST] for i in range(KEPT_AT_FIRST)]
                 kept = [MeasuredTimes(group).seconds for group in groups if group]
                 known = self._own[name] = MeasuredTimes(kept, cost)
             else:
                 known.add(rounds[0], cost)
+                known.compiling = end - first
             self._write()
         return known
 
@@ -301,6 +309,7 @@ class StepTimes:
             self._num_steps[name] += num_steps
             if name in self._own:
                 self._own[name].decoded += seconds
+                self._own[name].here += seconds
 
     def recall_drafts(self, sampling: str, head: str, chooser: KChooser) -> None:
         """Tells a new `chooser` what was accepted in earlier runs, if any was.
@@ -338,11 +347,10 @@ class StepTimes:
                 cost, decoded = _numbers([cost, decoded])
                 self._own[name] = MeasuredTimes(of_file, cost, decoded)
             for name, (tried, accepted, *wait) in content["drafts"].items():
-                self._drafts[name] = (
-                    _numbers(tried),
-                    _numbers(accepted),
-                    _numbers(*wait or [[]])[:1],
-                )
+                counts = _numbers(tried), _numbers(accepted)
+                if any(a > (1 + ROUNDING) * t for t, a in zip(*counts, strict=True)):
+                    raise ValueError("no more drafts can be accepted than were tried")
+                self._drafts[name] = *counts, _numbers(*wait or [[]])[:1]
             for name, num_steps in content.get("steps", {}).items():
                 self._num_steps[name] = max(0, int(num_steps))
         except (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from peagle_jax.decode import adaptive_k, step_times
-from peagle_jax.decode.adaptive_k import KChooser, Survival, candidates
+from peagle_jax.decode.adaptive_k import KChooser, Survival, best_k, candidates
 from peagle_jax.decode.step_times import StepTimes
 
 # a first draft costs much, further ones little: as P-EAGLE on a CPU
@@ -265,7 +265,10 @@ def test_an_engine_waits_as_long_as_the_one_before_it_did():
     for wait, found in ((0.0, 128), (64.0, 128), (300.0, 300), (4096.0, adaptive_k.RECALLED_WAIT)):
         known.recall([9.0] * 3, [0.0] * 3, wait)
         assert known.wait == found
-    assert known.choose({0: 1.0, 3: 3.0}) == 0 and known.steps_left == adaptive_k.RECALLED_WAIT
+    # also where all was forgotten meanwhile, and a guess favours drafting
+    known.recall([0.01] * 3, [0.0] * 3, 4096.0)
+    assert best_k({0: 1.0, 3: 2.0}, known.survival) == 3
+    assert known.choose({0: 1.0, 3: 2.0}) == 0 and known.steps_left == adaptive_k.RECALLED_WAIT
 
 
 def decode_deceptive_text(chooser, seconds):

@@ -15,7 +15,9 @@ import pytest
 import tiny
 from block_attention import MaskedAttention, mask_of
 
+from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.generate import generate, make_drafter
+from peagle_jax.decode.requests import Request
 from peagle_jax.train.attention import PackedCausal
 from peagle_jax.types import DraftState, InputError
 
@@ -304,3 +306,23 @@ def test_mistakes_in_a_call(options, words):
 def test_a_k_that_is_no_number(k):
     with pytest.raises(InputError, match=f'K: must be a whole number, or "auto"; got {k!r}; use 6'):
         inspect.unwrap(make_drafter)(tiny.head(), k)
+
+
+class SomebodysOwn:
+    """A drafter that is not of this package, and no dataclass."""
+
+    def __init__(self, drafter):
+        self.k, self.init = drafter.k, drafter.init
+        self.prefill, self.step = drafter.prefill, drafter.step
+
+
+def test_a_drafter_of_somebody_elses():
+    target, head = tiny.pair("peagle")
+    drafter = SomebodysOwn(make_drafter(head, 3, "peagle"))
+    prompts = [[3, 14, 15], [9, 2, 6, 5, 35]]
+    engine = Engine(target, drafter, head.params, max_batch=2)
+    requests = [Request(prompt=prompt, max_new_tokens=12, stop_ids=()) for prompt in prompts]
+    answers = [answer for _, answer in sorted(engine.run(requests), key=lambda pair: pair[0])]
+    plain = generate(target, None, prompts, max_new_tokens=12, stop_ids=())
+    assert [a.output_token_ids for a in answers] == [a.output_token_ids for a in plain]
+    assert all(a.num_drafts for a in answers)

@@ -137,9 +137,10 @@ def test_times_are_kept_by_machine_and_models(tmp_path):
         file.write_text(text)
         assert not StepTimes(about, tmp_path / "new")._own, text
     # numbers as no run has them
-    for drafts in ([[1, 1, 1], [2, 1, 1], [128]], [[1, 1, 1], [1, 1], [128]]):
+    wait, ones = [128.0], [1.0, 1.0]
+    for drafts in ([ones, ones, wait], [ones, [1.5, 1.0], wait], [ones, [1.0], wait]):
         file.write_text(json.dumps({"times": {name: fine}, "drafts": {"greedy head": drafts}}))
-        assert not StepTimes(about, tmp_path / "new")._own
+        assert bool(StepTimes(about, tmp_path / "new")._own) == (drafts[1] == ones)
     # a folder that cannot be made: measured once for this process
     (tmp_path / "file").write_text("")
     times = StepTimes(about, tmp_path / "file" / "below")
@@ -194,7 +195,7 @@ def test_a_further_round_is_measured_now_and_then(tmp_path, monkeypatch):
         clock[0] += 0.25
         return slowness * (1.0 + k)
 
-    def get(is_compiled: bool) -> dict:
+    def get(is_compiled: bool) -> dict[int, float]:
         return dict(times.get([0, 3], 2, 200, "greedy", measure, lambda k: is_compiled))
 
     times, slowness = StepTimes({"machine": "one"}, tmp_path), 1.0
@@ -212,7 +213,16 @@ def test_a_further_round_is_measured_now_and_then(tmp_path, monkeypatch):
     assert calls[before:] == [0, 3, 0, 3]
     get(True)
     assert len(calls) == before + 4
+    own = times._own["2 rows, 1024 slots, greedy"]
+    own.decoded += step_times.COMPILING_WAITS  # of other processes
+    get(False)
+    assert len(calls) == before + 4
     times.count(2, 200, "greedy", 5, step_times.COMPILING_WAITS)
+    get(False)
+    assert len(calls) == before + 8 and (own.decoded, own.here) == (0, 0)
+    # a process that has compiled once for it has the programs, and waits for longer where not
+    own.compiling = 2 * step_times.COMPILING_WAITS * step_times.PART_OF_TIME
+    times.count(2, 200, "greedy", 5, 1.5 * step_times.COMPILING_WAITS)
     get(False)
     assert len(calls) == before + 8
     # a machine that others slow down is so for all; of ratios the middle one counts
