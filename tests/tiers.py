@@ -29,7 +29,6 @@ SLOW: dict[str, str] = {
     "tests/decode/test_every_family.py::test_a_tree_with_rings[[]gemma4*": "8 s",
     "tests/decode/test_first_call.py::test_answers_stay*": "22 s",
     "tests/decode/test_first_call.py::test_every_program*": "27 s",
-    "tests/decode/test_first_call.py::test_steps_that_compile*": "11 s",
     "tests/decode/test_fp8_decoding.py::test_bytes*": "3 s",
     "tests/decode/test_fp8_decoding.py::test_speculation*": "14 s",
     "tests/decode/test_lossless.py::test_defaults": "4 s",
