@@ -294,7 +294,7 @@ class KChooser:
 
     def _gain_until_look(self, rates: Mapping[int, float]) -> float:
         """Seconds that plain decoding would save until drafting is looked at again."""
-        wait = min(2 * self._wait, LAST_WAIT)
+        wait = min(2 * self._wait, LAST_WAIT)  # which ending it doubles
         return (rates[0] / rates[self.k] - 1) * wait * self._seconds[0]
 
     def _seconds_of_change(self) -> float:

@@ -241,6 +241,7 @@ class StepTimes:
         known: MeasuredTimes | None,
     ) -> MeasuredTimes:
         """Measures the first rounds, or a further one."""
+        least, most = (ROUNDS, MOST_ROUNDS) if known is None else (1, 1)
         with self._changing:  # what fails is not tried again at once
             self._num_steps[name] = 0
             if known is not None:
@@ -249,12 +250,8 @@ class StepTimes:
         for k in ks:
             measure(k)  # may be compiled; and a program that was away finds nothing in caches
         begin, rounds = time.monotonic(), []
-        while not rounds or (
-            known is None
-            and (
-                len(rounds) < ROUNDS
-                or (len(rounds) < MOST_ROUNDS and time.monotonic() - begin < MEASURED_SECONDS)
-            )
+        while len(rounds) < least or (
+            len(rounds) < most and time.monotonic() - begin < MEASURED_SECONDS
         ):
             rounds.append({k: measure(k) for k in ks})
         end = time.monotonic()

@@ -96,17 +96,6 @@ class Machine:
         return slowness * (self._busy if k and is_busy else 1.0)
 
 
-class Always(KChooser):
-    """A chooser that does not choose."""
-
-    def choose(self, seconds):
-        self.steps_left = RETURN_STEPS
-        return self.k
-
-    def observe(self, *_):
-        pass
-
-
 def right_drafts(chances: tuple[float, float], seed: int) -> np.ndarray:
     """How many drafts that begin at each token of a row are right, one after another."""
     random = np.random.default_rng(seed)
@@ -120,10 +109,8 @@ def right_drafts(chances: tuple[float, float], seed: int) -> np.ndarray:
     return right
 
 
-def decode(
-    text: str, machine: tuple, seed: int, always: int | None = None
-) -> tuple[float, dict[int, int]]:
-    """Tokens per second of all engines, without what the first measuring takes, and steps by K.
+def decode(text: str, machine: tuple, seed: int, always: int | None = None) -> float:
+    """Tokens per second of all engines, without what the first measuring takes.
 
     The machine's state depends on how many tokens there are, so that it is the same for every way
     of drafting. The first measuring meets other states; every program is compiled.
@@ -140,7 +127,6 @@ def decode(
     here, elsewhere = (Machine(drift, memory, busy, s) for s in (seed, seed + 500))
     num_tokens = seconds = measuring = 0.0
     shape = num_rows, 256, "greedy"
-    by_k = dict.fromkeys(usual, 0)
 
     def measure(k: int) -> float:
         nonlocal measuring, seconds
@@ -161,16 +147,15 @@ def decode(
     ):
         for engine in range(1, ENGINES + 1):
             times = StepTimes({"machine": "made"}, Path(folder))
-            chooser = KChooser(K) if always is None else Always(K, always)
+            chooser = KChooser(K)
             times.recall_drafts("greedy", "head", chooser)
             before = 0
             while num_tokens < engine * TOKENS * num_rows:
                 if always is None:
-                    known = times.get(candidates(K), *shape, measure, lambda k: True)
+                    k = chooser.choose(times.get(candidates(K), *shape, measure, lambda k: True))
+                    num_steps = max(1, chooser.steps_left)
                 else:
-                    known = usual
-                k = chooser.choose(known)
-                num_steps = max(1, chooser.steps_left)
+                    k, num_steps = always, RETURN_STEPS
                 accepted = np.zeros(K, int)
                 for row in range(num_rows):
                     for _ in range(num_steps):
@@ -179,23 +164,23 @@ def decode(
                         places[row] = (places[row] + count + 1) % (ENGINES * TOKENS)
                 now = num_tokens / num_rows * usual[0]
                 taken = usual[k] * here.slowness(k, now)
-                if always is None:
-                    times.count(*shape, num_steps, num_steps * taken)
                 seconds += num_steps * taken + OF_A_RETURN
-                seconds += OF_A_CHANGE / 2 if bool(k) != bool(before) else 0
+                if always is None and bool(k) != bool(before):
+                    seconds += OF_A_CHANGE / 2
                 before = k
                 num_tokens += num_steps * num_rows + accepted.sum()
-                by_k[k] += num_steps
-                chooser.observe(num_steps, num_steps * num_rows if k else 0, accepted)
+                if always is None:
+                    times.count(*shape, num_steps, num_steps * taken)
+                    chooser.observe(num_steps, num_steps * num_rows if k else 0, accepted)
             if always is None:
                 times.keep_drafts("greedy", "head", chooser)
-    return num_tokens / seconds, by_k
+    return num_tokens / seconds
 
 
 def simulate(text: str, machine: tuple, seed: int) -> tuple[float, float]:
     """Tokens per second over those of the best fixed K, and of plain decoding, in one run."""
-    fixed = {k: decode(text, machine, seed, k)[0] for k in TEXTS[text][1]}
-    chosen = decode(text, machine, seed)[0]
+    fixed = {k: decode(text, machine, seed, k) for k in TEXTS[text][1]}
+    chosen = decode(text, machine, seed)
     return chosen / max(fixed.values()), chosen / fixed[0]
 
 

@@ -150,7 +150,8 @@ def test_answers_stay_when_programs_are_let_go_of(num_threads, monkeypatch):
 
 
 def test_steps_that_would_compile_are_known(tmp_path):
-    """Those with another K, and after programs were let go of: an adaptive K measures them late."""
+    """Those with another K, and after programs were let go of. An adaptive K asks before it
+    measures."""
     target, head = tiny.pair("peagle", context=640)
     options = {"step_times": tmp_path, "max_batch": 2, "max_steps": 4, "num_threads": 1}
     engine = make_engine(target, make_drafter(head, 3, "peagle"), head.params, **options)
