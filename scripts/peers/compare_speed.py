@@ -15,8 +15,11 @@ and is left out. `--target FOLDER --methods plain` compares plain decoding of an
 
 Texts are compared with our own plain decoding in the same dtype. Only in float32 is equality
 promised; a text that differs first at a near tie (two best logits within 1e-4) is counted apart.
+Counters, how often was drafted and how many drafts were accepted at each position, are compared
+with vLLM's (`counters_of_vllm`).
 
-Exit code 0: float32 texts agree. 1: one differs. 2: bad arguments.
+Exit code 0: float32 texts agree, and so do counters where all texts do. 1: one differs. 2: bad
+arguments.
 """
 
 import argparse
@@ -191,12 +194,37 @@ def rows_of(
     return rows
 
 
+def add_counters_of_vllm(rows: Sequence[dict]) -> None:
+    """Says in every row whether its counters are those of vLLM's row: None where one has none."""
+    of_vllm = rows_of_vllm(rows)
+    for row in rows:
+        theirs = of_vllm.get((row["method"], row["dtype"], row["batch_size"]), row)
+        ours, wanted = (
+            (r["num_drafts"], r["num_accepted_per_pos"] and list(r["num_accepted_per_pos"]))
+            for r in (row, theirs)
+        )
+        is_known = row["engine"] != "vllm" and theirs is not row and None not in (*ours, *wanted)
+        row["counters_of_vllm"] = ours == wanted if is_known else None
+
+
+def rows_of_vllm(rows: Sequence[dict]) -> dict[tuple, dict]:
+    """(method, dtype, batch size) -> vLLM's row."""
+    return {(r["method"], r["dtype"], r["batch_size"]): r for r in rows if r["engine"] == "vllm"}
+
+
+def disagrees(row: dict) -> bool:
+    """Whether a float32 row has other texts, or of the same texts other counters than vLLM."""
+    has_all_texts = row["same"] == row["num_prompts"]
+    other_counters = has_all_texts and row["counters_of_vllm"] is False
+    return row["dtype"] == "float32" and bool(row["different"] or other_counters)
+
+
 def table_of(rows: Sequence[dict]) -> Table:
     """Tokens per second of every engine; ratios are to vLLM with the same method, if it ran."""
-    table = Table(
-        "engine", "method", "K", "dtype", "batch", "tokens/s", "beside vLLM", "length", "same texts"
-    )
-    of_vllm = {(r["method"], r["dtype"], r["batch_size"]): r for r in rows if r["engine"] == "vllm"}
+    columns = "engine", "method", "K", "dtype", "batch", "tokens/s", "beside vLLM", "length"
+    table = Table(*columns, "same texts", "counters")
+    of_vllm = rows_of_vllm(rows)
+    said = {None: "", True: "vLLM's", False: "others"}
     for row in rows:
         theirs = of_vllm.get((row["method"], row["dtype"], row["batch_size"]))
         length = row["acceptance_length"]
@@ -211,6 +239,7 @@ def table_of(rows: Sequence[dict]) -> Table:
             f"{peers.speed_ratio(row, theirs):.2f}" if theirs else "",
             f"{length:.2f}" if length else "",
             f"{row['same']}/{row['num_prompts']}{near_ties}",
+            said[row["counters_of_vllm"]],
         )
     return table
 
@@ -259,6 +288,7 @@ def run(args: argparse.Namespace) -> list[dict]:
                 for engine in engines:
                     engine.worker.close()
             new = rows_of(engines, prompts, args)
+            add_counters_of_vllm(new)
             if args.record:
                 append_rows(args.record, new, "scripts/peers/compare_speed.py")
             rows += new
@@ -370,7 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(table_of(rows))
     if args.picture:
         peers.draw([row for row in rows if row["dtype"] == args.dtypes[-1]], args.picture)
-    return 1 if any(row["different"] for row in rows if row["dtype"] == "float32") else 0
+    return int(any(map(disagrees, rows)))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,38 @@ def suite():
     return made
 
 
+def ending_target(prompt: list[int]):
+    """(a target whose answers end, what it writes after `prompt` until then)."""
+    (free,) = generate(tiny.target(), None, [prompt], max_new_tokens=12)
+    written = free.output_token_ids
+    place = next(i for i in range(2, 11) if written[i] not in written[:i])
+    return tiny.target(stop_ids=(written[place],)), written[: place + 1]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_answers_end_where_those_of_users_do(ignore_eos):
+    """At the target's end-of-sequence token, unless the answers are to have the same length."""
+    target, until_end = ending_target(PROMPTS[0])
+    made = run_suite(
+        target,
+        {"peagle": tiny.head()},
+        PROMPTS,
+        ks=(2,),
+        batch_sizes=(3,),
+        max_new_tokens=12,
+        repeats=1,
+        on_record=lambda record: None,
+        ignore_eos=ignore_eos,
+    )
+    assert len(made.decodings) == 2
+    for decoding in made.decodings:
+        answer = decoding.answers[0]
+        ended = answer.output_token_ids == until_end and answer.finish_reason == "stop"
+        assert ended != ignore_eos
+        if ignore_eos:
+            assert {len(answer.output_token_ids) for answer in decoding.answers} == {12}
+
+
 def test_every_case_is_there_in_order(suite):
     cases = [(r["method"], r["k"], r["batch_size"], r["temperature"]) for r in suite.records]
     greedy = [

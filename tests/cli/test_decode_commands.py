@@ -280,11 +280,12 @@ def test_bench_with_an_adaptive_k_and_a_tree(folders, peagle, tmp_path, monkeypa
     code, out, err = peagle(
         f"bench --target {folders}/target --drafter {folders}/peagle --request-rate inf "
         f"--prompts {folders}/prompts.jsonl -k 3,auto --num-tree-nodes 5 --max-new-tokens 8 "
-        f"--repeats 1 --out {tmp_path}/out"
+        f"--repeats 1 --ignore-eos --out {tmp_path}/out"
     )
     assert code == 0, err
     for file in ("results.jsonl", "load.jsonl"):
         rows = read_rows(tmp_path / "out" / file)
+        assert all(row["ignore_eos"] for row in rows)
         ways = [(row["k"], row["adaptive_k"], row["num_tree_nodes"]) for row in rows]
         assert ways == [(0, False, None), (3, False, None), (6, True, None), (3, False, 5)], file
     assert "K = auto" in out and "K = 3, tree 5" in out

@@ -78,6 +78,32 @@ def test_tokens_step_by_step(tmp_path):
         assert tokens == pytest.approx([27, 27])
 
 
+def test_counters_are_compared_with_those_of_vllm(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import compare_speed as script
+
+    def row(engine, method, drafts, accepted, **changes):
+        case = {"method": method, "dtype": "float32", "batch_size": 2, "engine": engine}
+        texts = {"same": 3, "different": 0, "num_prompts": 3}
+        return case | texts | {"num_drafts": drafts, "num_accepted_per_pos": accepted} | changes
+
+    vllm = [row("vllm", m, 9, [5, 2]) for m in ("eagle3", "peagle")] + [row("vllm", "plain", 0, [])]
+    ours = [
+        row("peagle_jax", "plain", 0, []),
+        row("peagle_jax", "eagle3", 9, [5, 2]),
+        row("peagle_jax", "peagle", 9, [5, 1]),
+        row("peagle_jax", "peagle", 8, [5, 2], same=2),  # one text differs at a near tie
+        row("peagle_jax", "peagle", 8, [5, 2], dtype="bfloat16"),  # not beside such a row
+        row("transformers", "prompt_lookup", None, None),
+    ]
+    rows = [*ours, *vllm]
+    script.add_counters_of_vllm(rows)
+    told = [True, True, False, False, None, None, None, None, None]
+    assert [one["counters_of_vllm"] for one in rows] == told
+    assert [script.disagrees(one) for one in ours] == [False, False, True, False, False, False]
+    assert script.disagrees(row("peagle_jax", "plain", 0, [], different=1, counters_of_vllm=None))
+
+
 def test_transformers_hands_out_no_steps(capsys, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     import compare_speed as script

@@ -61,6 +61,31 @@ def test_a_target_of_nan_is_not_measured():
         acceptance(broken, head, [[1, 2, 3]], 2, 5)
 
 
+def test_answers_end_where_those_of_users_do(monkeypatch):
+    """At the target's end-of-sequence token, unless the run's `eval.ignore_eos` says otherwise."""
+    prompts = [[3, 9, 4], [7, 1]]
+    free = generate(tiny.target(), None, prompts, max_new_tokens=12)[0].output_token_ids
+    place = next(i for i in range(2, 11) if free[i] not in free[:i])
+    target, head = tiny.target(stop_ids=(free[place],)), tiny.head()
+    document = Document("a", None, (), tuple(prompts[0]), (5,))
+    lengths = {}
+    decode = evaluate.generate
+
+    def noting(*args, **options):
+        answers = decode(*args, **options)
+        lengths[ignore_eos] = len(answers[0].output_token_ids)
+        return answers
+
+    monkeypatch.setattr(evaluate, "generate", noting)
+    tokenizer = text.train_tokenizer(["user x assistant"], 300)
+    for ignore_eos in (False, True):
+        options = {"num_prompts": 4, "max_new_tokens": 12, "ignore_eos": ignore_eos}
+        run = build(Eagle3Run, {**RAW, "eval": options}, "test")
+        measure = evaluate.make_evaluator(run, target, tokenizer, [document])
+        assert measure is not None and measure(head)["acceptance_length"] >= 1
+    assert lengths == {False: place + 1, True: 12}
+
+
 def test_where_memory_is_short_fewer_prompts_are_decoded_at_a_time(monkeypatch, tmp_path):
     target, head = tiny.target(), tiny.head()
     prompts = [[1, 2, 3], [4], [5, 6], [7], [8]]
