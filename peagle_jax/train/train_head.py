@@ -162,9 +162,7 @@ def _train(
         measured = {} if evaluate is None else evaluate(with_params(params))
         return measured | ({} if measure is None else measure(params)) or None
 
-    loss = functools.partial(head_loss, run, target, head)
-    denominators = functools.partial(head_denominators, run)
-    objective = Objective(loss, denominators, head_metrics)
+    objective = head_objective(run, target, head)
     rows_at = functools.partial(rows.indices_at, run.data.batch_size, run.seed)
     last_stage = max((stage.until for stage in run.depth_schedule), default=0)
     evaluation = Evaluation(
@@ -343,6 +341,13 @@ def split_params(run: HeadRun, head: Model) -> tuple[Params, Params]:
     trained = {name: part for name, part in head.params.items() if name not in frozen_names}
     frozen = {name: part for name, part in head.params.items() if name in frozen_names}
     return trained, frozen
+
+
+def head_objective(run: HeadRun, target: Model, head: Model) -> Objective:
+    """What the training of a head minimizes."""
+    loss = functools.partial(head_loss, run, target, head)
+    denominators = functools.partial(head_denominators, run)
+    return Objective(loss, denominators, head_metrics)
 
 
 def head_loss(

@@ -121,7 +121,7 @@ def fit(
     checkpoints = Checkpoints(out / "checkpoints", run.keep_checkpoints)
     optimizer = make_optimizer(run.optimizer)
     state = _first_state(params, optimizer, mesh)
-    update = _jitted_update(run, objective, optimizer, state, frozen_params, mesh)
+    update = jitted_update(run, objective, optimizer, state, frozen_params, mesh)
     if (latest := checkpoints.latest()) is not None:
         state = checkpoints.restore(latest, state)
     first_step = step = int(state["step"])
@@ -246,22 +246,35 @@ def _first_state(
     state = {"params": params, "opt": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
     if mesh is None:
         return state
+    places = state_shardings(state, mesh)
+    return state | {name: jax.tree.map(put, state[name], places[name]) for name in ("opt", "step")}
+
+
+def state_shardings(state: dict, mesh: Mesh) -> dict:
+    """Where the arrays of a training state lie whose parameters are spread over a mesh already.
+
+    Args:
+      state: "params", "opt" and "step"; arrays, or their shapes.
+    """
     everywhere = NamedSharding(mesh, PartitionSpec())
     # What an optimizer keeps of a parameter has its path at the end of its own.
-    places = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(params)}
+    places = {
+        jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(state["params"])
+    }
 
-    def put_beside(path: tuple, x: jax.Array) -> jax.Array:
+    def beside(path: tuple, x: jax.Array) -> NamedSharding:
         tails = (jax.tree_util.keystr(path[i:]) for i in range(len(path)))
         param = next((places[tail] for tail in tails if tail in places), None)
-        if param is None or param.shape != x.shape:
-            return put(x, everywhere)
-        return put(x, param.sharding)
+        return everywhere if param is None or param.shape != x.shape else param.sharding
 
-    opt = jax.tree.map_with_path(put_beside, state["opt"])
-    return {"params": params, "opt": opt, "step": put(state["step"], everywhere)}
+    return {
+        "params": shardings_of(state["params"]),
+        "opt": jax.tree.map_with_path(beside, state["opt"]),
+        "step": everywhere,
+    }
 
 
-def _jitted_update(
+def jitted_update(
     run: Run,
     objective: Objective,
     optimizer: optax.GradientTransformation,
@@ -271,7 +284,8 @@ def _jitted_update(
 ) -> Any:
     """`make_update`, jitted, of a batch's leaves and its structure.
 
-    On a mesh every array of the state stays where it is.
+    On a mesh every array of the state stays where it is. The state and the frozen parameters may be
+    shapes with shardings.
     """
     layout = placed = None
     if mesh is not None:

@@ -1,17 +1,18 @@
 """Acceptance length of trees of drafts against their budget, beside chains.
 
     .venv/bin/python scripts/measure/trees.py [--budgets 4 8 16 32 64] [--temperatures 0 1] \\
+        [--depth 7] [--chains 1 3 5 7 11] \\
         [--drafters peagle_jax/assets/peagle runs/assets/markov/head] [--names base markov] \\
         [--target peagle_jax/assets/target] [--prompts PROMPTS.jsonl] \\
         [--record results/trees.jsonl] [--picture docs/pictures/trees.png]
 
 A P-EAGLE head, the packaged one if none is named, drafts for excerpts of held-out Python source,
 or after the `prompt_token_ids` of a file's rows: chains of K tokens, and trees of N nodes made of
-the same K = 7 positions. The trees of a head with a Markov head are conditioned on parents; those
-of others are made of the positions' marginals. All drafters decode the same prompts, and gains are
-over the first drafter's chain of 7, with 95 % intervals: modules of the library (or prompts, where
-a file does not name them) are drawn anew 2,000 times, the same for both. Seconds are of single runs
-and include compilation: what a step verifies is compared, and no speed.
+the same `--depth` positions. The trees of a head with a Markov head are conditioned on parents;
+those of others are made of the positions' marginals. All drafters decode the same prompts, and
+gains are over the first drafter's chain of that depth, with 95 % intervals: modules of the library
+(or prompts, where a file does not name them) are drawn anew 2,000 times, the same for both. Seconds
+are of single runs and include compilation: what a step verifies is compared, and no speed.
 
 Above temperature 0 nodes are drawn, as drafts of a chain are. `--greedy-drafts` measures trees of
 the likeliest paths, and chains of argmaxes.
@@ -36,7 +37,6 @@ from peagle_jax.pipelines.demo import ASSETS, standard_prompts
 from peagle_jax.progress import ProgressReport
 from peagle_jax.provenance import append_rows
 
-DEPTH = 7  # tokens of a path
 DRAWS = 2000  # of modules, for an interval
 COLORS = ("#0b6e4f", "#8d99ae", "#c1440e", "#e0a458", "#3d5a80", "#98c1d9")
 
@@ -47,6 +47,7 @@ def main() -> None:
     )
     parser.add_argument("--budgets", nargs="*", type=int, default=[4, 8, 16, 32, 64])
     parser.add_argument("--chains", nargs="*", type=int, default=[1, 3, 5, 7, 11])
+    parser.add_argument("--depth", type=int, default=7, help="tokens of a path of a tree (7)")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--drafters", nargs="+", type=Path, default=[ASSETS / "peagle"])
     parser.add_argument("--names", nargs="+", help="of the drafters in rows (their folders')")
@@ -67,7 +68,7 @@ def main() -> None:
     others = [load_drafter_for(target, path) for path in args.drafters[1:]]
     heads = dict(zip(names, [head, *others], strict=True))
     prompts, modules = read_prompts(args.prompts, args.target, args.num_prompts)
-    cases = [(k, None) for k in args.chains] + [(DEPTH, n) for n in args.budgets]
+    cases = [(k, None) for k in args.chains] + [(args.depth, n) for n in args.budgets]
     rows = []
     steps: dict[int, np.ndarray] = {}  # by row: accepted drafts and steps of each prompt
     total = len(args.temperatures) * len(heads) * len(cases)
@@ -118,13 +119,13 @@ def main() -> None:
                 )
                 progress.update(len(rows), note=f"{name}, K = {k}, {num_nodes or 'a chain'}")
     for place, row in enumerate(rows):
-        chain = chain_of_depth(rows, row["temperature"])
+        chain = chain_of_depth(rows, args.depth, row["temperature"])
         if chain is not None and row is not chain:
             pair = steps[place], steps[rows.index(chain)]
             row["gain_low"], row["gain_high"] = interval_of_gain(*pair, modules)
-    Console(width=100).print(table_of(rows))
+    Console(width=100).print(table_of(rows, args.depth))
     if args.picture:
-        draw(rows, args.picture)
+        draw(rows, args.depth, args.picture)
     if args.record:
         append_rows(args.record, rows, "scripts/measure/trees.py")
 
@@ -173,18 +174,18 @@ def short_name(path: Path) -> str:
     return path.parent.name if path.name == "head" else path.name
 
 
-def chain_of_depth(rows: list[dict], temperature: float) -> dict | None:
+def chain_of_depth(rows: list[dict], depth: int, temperature: float) -> dict | None:
     """The first drafter's chain as long as a tree's paths."""
-    chains = [r for r in rows if r["num_tree_nodes"] is None and r["k"] == DEPTH]
+    chains = [r for r in rows if r["num_tree_nodes"] is None and r["k"] == depth]
     return next((r for r in chains if r["temperature"] == temperature), None)
 
 
-def table_of(rows: list[dict]) -> Table:
-    """Acceptance lengths; gains are over the first drafter's chain of K = 7."""
-    columns = ("temperature", "drafter", "drafts", "acceptance length", "over the chain of 7")
-    table = Table(*columns)
+def table_of(rows: list[dict], depth: int) -> Table:
+    """Acceptance lengths; gains are over the first drafter's chain of `depth`."""
+    columns = ("temperature", "drafter", "drafts", "acceptance length")
+    table = Table(*columns, f"over the chain of {depth}")
     for row in rows:
-        chain = chain_of_depth(rows, row["temperature"])
+        chain = chain_of_depth(rows, depth, row["temperature"])
         nodes = row["num_tree_nodes"]
         gain = ""
         if chain and row is not chain:
@@ -196,7 +197,7 @@ def table_of(rows: list[dict]) -> Table:
     return table
 
 
-def draw(rows: list[dict], path: Path) -> None:
+def draw(rows: list[dict], depth: int, path: Path) -> None:
     """Acceptance length against drafts verified in a step, for chains and trees."""
     import matplotlib.pyplot as plt
 
@@ -207,7 +208,7 @@ def draw(rows: list[dict], path: Path) -> None:
     kinds = itertools.product(names, (True, False))
     for (name, is_tree), color in zip(kinds, itertools.cycle(COLORS), strict=False):
         chosen = [r for r in here if r["drafter"] == name and bool(r["num_tree_nodes"]) == is_tree]
-        label = f"{name}: {'tree, K = 7' if is_tree else 'chain of K'}"
+        label = f"{name}: {f'tree, K = {depth}' if is_tree else 'chain of K'}"
         drafts = [row["num_tree_nodes"] or row["k"] for row in chosen]
         lengths = [row["acceptance_length"] for row in chosen]
         axis.plot(drafts, lengths, "o-", color=color, label=label)

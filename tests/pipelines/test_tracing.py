@@ -1,6 +1,6 @@
 """Every published configuration at its full size, without its weights, and the heads' recipes.
 
-They are built, sized, and lowered on 8 devices.
+They are built, sized, and lowered on 8 devices; so are whole training steps of the recipes.
 """
 
 import dataclasses
@@ -11,18 +11,11 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import tiny
 
 from peagle_jax.checkpoints.config_writing import vllm_config
 from peagle_jax.pipelines import tracing
-from peagle_jax.train import train_head
-from peagle_jax.train.cod import cod_sample
-from peagle_jax.train.head_batches import HeadBatch
-from peagle_jax.train.hidden_states import shifted
-from peagle_jax.types import Batch
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # billions of parameters of the text model: model cards (and vLLM's logs) round to these
@@ -64,8 +57,8 @@ def test_there_are_no_others():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_recipes(path):
-    """Its head is what configs/draft says, and its loss can be traced at full size."""
+def test_heads_of_recipes(path):
+    """Are what configs/draft says."""
     run, target, head = tracing.recipe(path, CONFIGS / "targets")
     assert vllm_config(head.config, "bfloat16", run.num_depths) == json.loads(
         (CONFIGS / "draft" / f"{path.stem}.json").read_text()
@@ -75,22 +68,33 @@ def test_recipes(path):
         == target.config.aux_hidden_state_layers
         == run.head.aux_hidden_state_layers
     )
-    n = 256  # of the run's data.seq_len: the trace does not depend on it, COD sampling does
-    batch = Batch(np.ones((1, n), np.int32), np.zeros((1, n), np.int32), np.ones((1, n), bool))
-    segment_ids, loss_mask = shifted(batch)
-    cod = cod_sample(loss_mask, segment_ids, run.cod, [0, 0])
-    inputs = jax.tree.map(
-        jnp.asarray,
-        HeadBatch(
-            batch, None, segment_ids, loss_mask, cod, np.zeros((1, 2), np.int32), run.num_depths
-        ),
-    )
 
-    def loss(params, target_params):
-        return train_head.head_loss(run, target, head, params, inputs, (target_params, {}))[0]
 
-    out = jax.eval_shape(loss, head.params, target.params)
-    assert out.shape == () and out.dtype == jnp.float32
+def test_whole_training_steps_of_recipes():
+    """At full size on eight devices, the target's forward, accumulation and optimizer included.
+
+    A device holds what `peagle train --dry-run` says of parameters and of the optimizer; so many
+    rows are computed at a time; and the state after a step has the form of the one before.
+    """
+    program = Path(__file__).with_name("whole_steps.py")
+    names = [path.stem for path in RECIPES]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(CONFIGS.parent)}
+    words = [sys.executable, str(program), *names]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == len(names) and {row["planned_rows"] for row in rows} == {1, 8}
+    for row in rows:
+        # the step's number and the optimizer's own are beside what is planned
+        assert 0 <= row["bytes"] - row["planned_bytes"] <= 16
+        assert row["rows"] == [row["planned_rows"]]
+        assert row["state_is_kept"]
+        number = [[], "float32"]
+        assert row["metrics"] == {
+            "loss": [number],
+            "grad_norm": [number],
+            "accuracy": [[[row["num_depths"]], "float32"]],
+        }
 
 
 def test_a_sliding_window_of_a_recipe(tmp_path):

@@ -154,6 +154,10 @@ def test_published_recipes_fit_eight_devices(name):
     plan = training_plan.training_plan(run, None, ROOT / "configs/targets")
     assert plan.devices == 8 and plan.total_bytes < 0.9 * training_plan.H200_BYTES
     assert f"# {plan.total_bytes / 1e9:.0f} GB on each of 8 H200s" in path.read_text()
+    alone = training_plan.training_plan(run, 1, ROOT / "configs/targets").total_bytes
+    on_one = f"8 H200s; {alone / 1e9:.0f} on one"
+    fits = "" if alone <= training_plan.H200_BYTES else ", which has 141"
+    assert f"{on_one}{fits}\n" in path.read_text()
     # one row of 20,000 tokens at a time, too, for every one of them
     long = dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=20_000))
     plan = training_plan.training_plan(long, None, ROOT / "configs/targets")
