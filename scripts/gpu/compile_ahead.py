@@ -6,10 +6,11 @@
 
 A row says what a program launches, how much of that CUDA graphs hold, and what memory it takes. A
 loop in a graph counts with what is in it. Rows of other programs that a file has stay in it. It
-needs an environment of install_cuda.sh, and no GPU; about five minutes on 2 cores. `--without`
-compiles programs without kernels, too (a prompt through Qwen3-Coder's experts took XLA over a
-quarter of an hour). Without a device XLA does not tune its products, so nothing here says how fast
-anything is.
+needs an environment of install_cuda.sh, and no GPU; about eleven minutes on 2 cores. The name of a
+recipe stands for its whole training step, and its row also has the bytes that `peagle train
+--dry-run` foretells. `--without` compiles programs without kernels, too (a prompt through
+Qwen3-Coder's experts took XLA over a quarter of an hour). Without a device XLA does not tune its
+products, so nothing here says how fast anything is.
 """
 
 import os
@@ -48,10 +49,12 @@ from peagle_jax.kernels.launch import (  # noqa: E402
     target_gpu,
     unavailable_reason,
 )
-from peagle_jax.pipelines import tracing  # noqa: E402
+from peagle_jax.pipelines import tracing, training_plan  # noqa: E402
+from peagle_jax.pipelines.training_tracing import abstract_step  # noqa: E402
 from peagle_jax.progress import ProgressReport  # noqa: E402
 from peagle_jax.provenance import provenance  # noqa: E402
 from peagle_jax.train.cod import cod_sample  # noqa: E402
+from peagle_jax.train.config import HeadRun  # noqa: E402
 from peagle_jax.train.hidden_states import TrainingRows, shifted  # noqa: E402
 from peagle_jax.train.peagle_loss import peagle_loss  # noqa: E402
 from peagle_jax.types import Batch, DraftState, Model  # noqa: E402
@@ -62,6 +65,8 @@ TARGETS = {
     "qwen3-coder-30b-a3b-instruct": ("qwen3_coder_30b", "blocks"),
     "gpt-oss-20b": ("gpt_oss_20b", "rows"),
 }
+RECIPES = ("gemma4_31b", "gpt_oss_120b", "gpt_oss_20b", "qwen3_coder_30b")
+TARGET_CONFIGS = ROOT / "configs" / "targets"
 K, EAGLE3_K, PROMPT, CACHE_SIZE, TOKENS = 7, 3, 1024, 4096, 20_000
 RANK = 256  # of the Markov head, as in DSpark's heads
 # jax-triton 0.3 called it triton_kernel_call
@@ -162,16 +167,45 @@ def drafting(recipe: str, device) -> dict:
     return {name: program(None), f"{name}, Markov head of rank {RANK}": program(RANK)}
 
 
+def recipe_steps(name: str, device) -> dict:
+    """{program: lowered} of the whole training step of a published recipe on one device."""
+    run, config = on_one_device(name)
+    lowered = abstract_step(run, config, device).lower()
+    return {whole_step(name): lowered}
+
+
+def whole_step(name: str) -> str:
+    """What the whole training step of a recipe is called in rows."""
+    return f"{name}: whole training step"
+
+
+def on_one_device(name: str) -> tuple[HeadRun, Path]:
+    """A recipe, changed to train on one device, and its target's config.json."""
+    run, _, _ = tracing.recipe(ROOT / f"configs/train/{name}.yaml", TARGET_CONFIGS)
+    return training_plan.on_devices(run, 1), training_plan.find_config(run.target, TARGET_CONFIGS)
+
+
+def planned_bytes(program: str) -> dict[str, int]:
+    """What `peagle train --dry-run` says of a recipe's step; nothing of other programs."""
+    name = program.partition(":")[0]
+    if program != whole_step(name):
+        return {}
+    run, _ = on_one_device(name)
+    return {"planned_bytes": training_plan.training_plan(run, targets=TARGET_CONFIGS).total_bytes}
+
+
 def compile_program(lowered) -> dict:
     """What the compiled program launches, what of it CUDA graphs hold, and its temporary memory."""
     compiled, listed = thunks.compile_program(lowered)
     graphs = {thunk.graph for thunk in listed} - {None}
+    memory = compiled.memory_analysis()
     return counts(compiled.as_text()) | {
         "thunks": len(listed),
         "thunks_in_graphs": sum(thunk.graph is not None for thunk in listed),
         "thunks_in_loops": sum(thunk.in_loop for thunk in listed),
         "graphs": len(graphs),
-        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
     }
 
 
@@ -191,7 +225,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--doc", type=Path, help="a Markdown file whose table is written anew")
-    names = [*TARGETS, "drafting", "training"]
+    names = [*TARGETS, "drafting", "training", *RECIPES]
     parser.add_argument("--without", nargs="+", choices=names, default=[])
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     args = parser.parse_args()
@@ -209,10 +243,12 @@ def main() -> int:
                     lowered_programs = training("qwen3_coder_30b", device)
                 elif name == "drafting":
                     lowered_programs = drafting("qwen3_coder_30b", device)
+                elif name in RECIPES:
+                    lowered_programs = recipe_steps(name, device)
                 else:
                     lowered_programs = decoding(name, device)
             for program, lowered in lowered_programs.items():
-                row = {"program": program, "kernels": kernels}
+                row = {"program": program, "kernels": kernels, **planned_bytes(program)}
                 rows.append(row | compile_program(lowered))
     table = Table("kernels", *COLUMNS)
     for row in rows:
