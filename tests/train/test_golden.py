@@ -1,9 +1,11 @@
 """Loss and every gradient against speculators 0.9, in float32.
 
-Weights and (anchor, depth) are the same. The golden files come from
-scripts/generate/make_golden.py, which runs speculators' own PyTorch trainer.
+Weights and (anchor, depth) are the same. Ours are computed at once, with layers computed twice, in
+partitions, in parts of a batch (gradient accumulation), and with all of these. The golden files
+come from scripts/generate/make_golden.py, which runs speculators' own PyTorch trainer.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -16,9 +18,10 @@ from peagle_jax import weights
 from peagle_jax.checkpoints import param_mapping
 from peagle_jax.checkpoints.runs import load_drafter
 from peagle_jax.draft.head import DraftHead
-from peagle_jax.train.eagle3_loss import eagle3_loss
+from peagle_jax.train.eagle3_loss import eagle3_loss, positions_in_loss
 from peagle_jax.train.hidden_states import TrainingRows
-from peagle_jax.train.peagle_loss import peagle_loss
+from peagle_jax.train.peagle_loss import element_weights, peagle_loss, sum_of_weights
+from peagle_jax.train.recipe_sections import ComputeConfig
 from peagle_jax.types import CodSample
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -68,26 +71,123 @@ def split(head, loss):
     )
 
 
-@pytest.mark.parametrize("name, gradients", [("peagle_qwen3", 42), ("peagle_llama", 33)])
-def test_peagle(name, gradients, tmp_path):
+WAYS = {
+    "whole": {},
+    "layers computed twice": {"recompute": "layers"},
+    "partitions": {"partitions": 3},
+    "parts of a batch": {"documents": (0, 1)},
+    "all of it": {"recompute": "layers", "partitions": 3, "documents": (0, 1)},
+}
+
+
+def in_partitions(anchor: np.ndarray, depth: np.ndarray, count: int) -> CodSample:
+    """The elements in `count` stretches of the same width, each with whole chains and padding."""
+    anchors = np.unique(anchor)
+    stretches = [np.isin(anchor, some) for some in np.array_split(anchors, count)]
+    width = max(int(stretch.sum()) for stretch in stretches) + 6
+
+    def pad(x):
+        rows = [np.pad(x[stretch], (0, width - stretch.sum())) for stretch in stretches]
+        return jnp.asarray(np.concatenate(rows)[None], jnp.int32)
+
+    return CodSample(pad(anchor), pad(depth), pad(np.ones_like(anchor)) > 0)
+
+
+def parts_of(rows: TrainingRows, cod: CodSample | None, documents: tuple[int, ...]) -> list:
+    """The rows and elements as if each document were of another part of the batch.
+
+    All parts have all tokens, and the loss of one document.
+    """
+    parts = []
+    for number in documents:
+        is_here = rows.segment_ids == number
+        part = dataclasses.replace(rows, loss_mask=rows.loss_mask & is_here)
+        of_cod = None
+        if cod is not None:
+            real = cod.real & jnp.take_along_axis(is_here, jnp.asarray(cod.anchor), axis=1)
+            of_cod = dataclasses.replace(cod, real=real)
+        parts.append((part, of_cod))
+    return parts
+
+
+def sum_of(parts: list):
+    """(sum of losses, sum of counts) of the parts of a batch."""
+    return jax.tree.map(lambda *xs: sum(xs), *parts)
+
+
+@pytest.mark.parametrize(
+    "name, gradients, way",
+    [
+        *(("peagle_qwen3", 42, way) for way in WAYS),
+        ("peagle_llama", 33, "whole"),
+        ("peagle_llama", 33, "all of it"),
+    ],
+)
+def test_peagle(name, gradients, way, tmp_path):
     data, head, rows, output = read(name, tmp_path)
     assert head.config.num_depths == 5 and isinstance(head.bind(head.params), DraftHead)
     anchor, depth = data["anchor"][data["depth"] > 0], data["depth"][data["depth"] > 0]
     order = np.lexsort((depth, anchor))
+    options = WAYS[way]
+    partitions = options.get("partitions", 1)
+    cod = in_partitions(anchor[order], depth[order], partitions)
+    compute = ComputeConfig(recompute=options.get("recompute", "none"))
+    parts, denominator = [(rows, cod)], None
+    if "documents" in options:
+        parts = parts_of(rows, cod, options["documents"])
+        denominator = sum_of_weights(element_weights(rows.loss_mask, cod, 5))
 
-    def pad(x):
-        return jnp.asarray(np.pad(x[order], (0, 6))[None], jnp.int32)
+    def loss_of(module):
+        return sum_of(
+            [
+                peagle_loss(
+                    module,
+                    *part,
+                    5,
+                    output,
+                    denominator=denominator,
+                    compute=compute,
+                    partitions=partitions,
+                )
+                for part in parts
+            ]
+        )
 
-    cod = CodSample(pad(anchor), pad(depth), jnp.arange(len(anchor) + 6)[None] < len(anchor))
-    (loss, by_depth), grads = split(head, lambda h: peagle_loss(h, rows, cod, 5, output))
+    (loss, by_depth), grads = split(head, loss_of)
     np.testing.assert_allclose(loss, data["loss"], rtol=RELATIVE)
     np.testing.assert_array_equal(by_depth["correct"], data["correct"])
     check_gradients(data, head, grads, gradients)
 
 
-@pytest.mark.parametrize("name, gradients", [("eagle3_llama", 17), ("eagle3_qwen3", 18)])
-def test_eagle3(name, gradients, tmp_path):
+@pytest.mark.parametrize(
+    "name, gradients, way",
+    [
+        ("eagle3_llama", 17, "whole"),
+        ("eagle3_llama", 17, "parts of a batch"),
+        ("eagle3_qwen3", 18, "whole"),
+        ("eagle3_qwen3", 18, "layers computed twice"),
+    ],
+)
+def test_eagle3(name, gradients, way, tmp_path):
     data, head, rows, output = read(name, tmp_path)
-    (loss, _), grads = split(head, lambda h: eagle3_loss(h, rows, 5, 0.9, output))
+    options = WAYS[way]
+    compute = ComputeConfig(recompute=options.get("recompute", "none"))
+    parts, denominators = [rows], None
+    if "documents" in options:
+        parts = [part for part, _ in parts_of(rows, None, options["documents"])]
+        counts = [positions_in_loss(rows.loss_mask, rows.segment_ids, s).sum() for s in range(5)]
+        denominators = jnp.stack(counts).astype(jnp.float32)
+
+    def loss_of(module):
+        return sum_of(
+            [
+                eagle3_loss(
+                    module, part, 5, 0.9, output, denominators=denominators, compute=compute
+                )
+                for part in parts
+            ]
+        )
+
+    (loss, _), grads = split(head, loss_of)
     np.testing.assert_allclose(loss, data["loss"], rtol=RELATIVE)
     check_gradients(data, head, grads, gradients)
