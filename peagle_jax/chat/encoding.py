@@ -118,6 +118,14 @@ def special_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]
     return re.compile("|".join(names)) if names else None
 
 
+def spelled_special_token(pattern: re.Pattern[str], document: Document) -> str | None:
+    """The first special token that a document's own words spell; None where they spell none."""
+    texts = [document.plain] if document.is_plain else []
+    for message in document.messages:
+        texts += _texts_of(message)
+    return next((found[0] for found in map(pattern.search, texts) if found), None)
+
+
 def encode_conversation(
     tokenizer: PreTrainedTokenizerBase,
     conversation: Conversation,
@@ -199,11 +207,15 @@ def _check_end_of_turn(
     """
     end = str(tokenizer.eos_token or "")
     for number, message in enumerate(conversation.messages, start=1):
-        said = [content_text(message), *(str(message.get(key) or "") for key in REASONING)]
-        if end and any(end in part for part in said):
+        if end and any(end in part for part in _texts_of(message)):
             rule = "a message may not contain the end-of-sequence token"
             next_step = "remove it from the message, or leave the conversation out"
             raise InputError(f"{where}, turn {number}", rule, end, next_step)
+
+
+def _texts_of(message: Mapping[str, Any]) -> list[str]:
+    """What a message says, and thinks."""
+    return [content_text(message), *(str(message.get(key) or "") for key in REASONING)]
 
 
 def _encode_text(tokenizer: PreTrainedTokenizerBase, document: Document) -> Encoded:

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from peagle_jax import corpus, text
-from peagle_jax.chat.encoding import Encoded, special_token_pattern
+from peagle_jax.chat.encoding import Encoded, special_token_pattern, spelled_special_token
 from peagle_jax.documents import BadRows, Document
 from peagle_jax.progress import ProgressReport
 from peagle_jax.train.data import PackedRows, check_any, rows_of
@@ -254,12 +255,18 @@ def _make(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        num_spelled = _write_documents(temporary, choice, tokenizer, bad_rows)
+        spelling = _write_documents(temporary, choice, tokenizer, bad_rows)
         bad_rows.report(skipped.append)
-        if num_spelled:
+        if spelling.texts:
             skipped.append(
-                f"{num_spelled:,} texts spell special tokens, which are read as plain text; if "
+                f"{spelling.texts:,} texts spell special tokens, which are read as plain text; if "
                 f"they are conversations that were rendered already, set {SPECIAL_TOKENS}"
+            )
+        if spelling.conversations:
+            skipped.append(
+                f"{spelling.conversations:,} conversations spell special tokens in their messages, "
+                f"the first is {spelling.first}; a chat template makes these tokens of them, in "
+                "training as at a server. Remove them where nobody meant that"
             )
         index: dict[str, Any] = {"key": key, "skipped": skipped}
         index |= {name: _facts(temporary / name) for name in FILES}
@@ -275,11 +282,37 @@ def _make(
     return index
 
 
+@dataclasses.dataclass
+class _Spelling:
+    """Documents whose own words spell special tokens.
+
+    Attributes:
+      pattern: finds these; None where the tokenizer has none.
+      texts: how many texts, in which they are plain text.
+      conversations: how many conversations, in which they become tokens.
+      first: the first of those, with what it spells.
+    """
+
+    pattern: re.Pattern[str] | None
+    texts: int = 0
+    conversations: int = 0
+    first: str = ""
+
+    def look(self, document: Document) -> None:
+        if self.pattern is None or (document.is_plain and document.special_tokens):
+            return
+        if spelled := spelled_special_token(self.pattern, document):
+            self.texts += document.is_plain
+            self.conversations += not document.is_plain
+            if not (document.is_plain or self.first):
+                self.first = f"{document.name} with {spelled}"
+
+
 def _write_documents(
     folder: Path, choice: CorpusChoice, tokenizer: PreTrainedTokenizerBase, bad_rows: BadRows
-) -> int:
-    """Writes all files but the index; how many texts spell special tokens that they do not have."""
-    num_spelled, special = 0, special_token_pattern(tokenizer)
+) -> _Spelling:
+    """Writes all files but the index; which documents spell special tokens."""
+    spelling = _Spelling(special_token_pattern(tokenizer))
     with contextlib.ExitStack() as stack:
         held_out = stack.enter_context(DocumentWriter(folder / HELD_OUT))
         tokens, loss_mask, ends = (
@@ -292,8 +325,7 @@ def _write_documents(
         end = 0
         chosen = _chosen(choice, tokenizer, bad_rows, held_out)
         for place, document, encoded in _encoded(tokenizer, chosen, bad_rows):
-            if special and document.is_plain and not document.special_tokens:
-                num_spelled += special.search(document.plain) is not None
+            spelling.look(document)
             tokens.write(encoded.tokens.astype(np.int32).tobytes())
             loss_mask.write(encoded.loss_mask.tobytes())
             end += len(encoded.tokens)
@@ -303,7 +335,7 @@ def _write_documents(
     check_any(len(places), choice.source)
     order = np.argsort(np.frombuffer(places, np.int64), kind="stable")
     order.astype(np.int64).tofile(folder / "order.bin")
-    return num_spelled
+    return spelling
 
 
 def _encoded(

@@ -88,6 +88,17 @@ def test_special_tokens_that_texts_spell_are_told_or_read(source, tokenizer, tmp
         assert [tokens.count(i) for i in ids] == [2 + special_tokens, 4 + special_tokens]
         told = [line for line in said if line.startswith("2 texts spell special tokens, which")]
         assert len(told) == (not special_tokens)
+        told = [line for line in said if "conversations spell special tokens" in line]
+        first = f"{source.name}:4 with <|im_end|>"
+        assert len(told) == 1 and told[0].startswith("1 conversations") and first in told[0]
+    # also what somebody thinks; but not in a document whose messages spell none
+    talk = [{"role": role, "content": "c"} for role in ("user", "assistant")]
+    thinking = [talk[0], talk[1] | {"reasoning_content": "<|im_start|>"}]
+    source.write_text("".join(json.dumps({"messages": m}) + "\n" for m in (talk, thinking)))
+    said = []
+    open_corpus(tmp_path / "store", choose(source, held_out=0.0), tokenizer, said.append)
+    (told,) = (line for line in said if "special tokens" in line)
+    assert told.startswith("1 conv") and f"{source.name}:2 with <|im_start|>" in told
 
 
 def refuse_to_read(monkeypatch):
