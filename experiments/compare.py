@@ -6,7 +6,6 @@ all pairs.
 """
 
 import argparse
-import dataclasses
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from experiments import folders
 from experiments.rows import latest, read_rows
-from experiments.statistics import Comparison, compare, holm
+from experiments.statistics import Comparison, among_several, compare
 from peagle_jax.types import InputError
 
 
@@ -46,8 +45,8 @@ def comparisons(
         except ValueError as error:
             rule, next_step = "must be measured alike", "name two that are, or run both anew"
             raise InputError(f"{a}, {b}", rule, error, next_step) from None
-    ps = iter(holm([c.p for _, _, c in found if c.p is not None]))
-    return [(a, b, c if c.p is None else dataclasses.replace(c, p=next(ps))) for a, b, c in found]
+    corrected = among_several([comparison for _, _, comparison in found])
+    return [(a, b, c) for (a, b, _), c in zip(found, corrected, strict=True)]
 
 
 def table_of(found: Sequence[tuple[str, str, Comparison]]) -> Table:
@@ -55,7 +54,7 @@ def table_of(found: Sequence[tuple[str, str, Comparison]]) -> Table:
     table = Table("", "minus", "difference (95 %)", "verdict", "p (Holm)", "by seed")
     for a, b, c in found:
         difference = f"{c.difference:+.3f} ({c.low:+.3f} to {c.high:+.3f})"
-        p = "" if c.p is None else f"{c.p:.3f}"
+        p = "" if c.p_holm is None else f"{c.p_holm:.3f}"
         seeds = " ".join(f"{value:+.3f}" for _, value in sorted(c.by_seed.items()))
         table.add_row(a, b, difference, c.verdict, p, seeds)
     return table

@@ -85,8 +85,8 @@ def _bars(findings: Findings, variants: Sequence[Finding]) -> tuple[Figure, str]
     if compared:
         panels.differences(*differences, findings, variants, colors)
         caption += (
-            " Differences are paired, same prompts and same seeds; filled where the interval "
-            "leaves out 0."
+            " Differences are paired, same prompts and same seeds; filled where they are called "
+            "better or worse."
         )
     # of against_eagle3, published acceptance by position is drawn beside ours
     if are_many:

@@ -7,6 +7,7 @@ from experiments.base import Experiment, Variant
 from experiments.statistics import (
     Comparison,
     Interval,
+    among_several,
     compare,
     counts,
     interval,
@@ -112,6 +113,10 @@ def find(name: str, rows: Sequence[Mapping], experiment: Experiment | None) -> F
             notes += more_notes
     if not reference:
         notes.append(f"The reference {experiment.reference} did not run: nothing is compared.")
+    corrected = iter(among_several([f.against for f in findings if f.against]))
+    findings = [
+        dataclasses.replace(f, against=next(corrected)) if f.against else f for f in findings
+    ]
     missing = tuple(variant for variant in experiment.variants if variant not in by_variant)
     return Findings(experiment, tuple(findings), missing, (*notes, *_cautions(rows)))
 

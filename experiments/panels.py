@@ -177,7 +177,7 @@ def _difference(
     sideways: bool = False,
     label: str | None = None,
 ) -> None:
-    """One difference with its interval, filled where the interval leaves out 0.
+    """One difference with its interval, filled where it is called better or worse.
 
     Args:
       place: on the other axis.

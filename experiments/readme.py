@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments import folders
+from experiments import folders, one_page
 from experiments.base import Experiment
 from experiments.figures import draw
 from experiments.findings import Findings, find
@@ -25,6 +25,7 @@ from experiments.tables import (
     markdown,
     other_measurements,
     overview,
+    power_note,
 )
 from peagle_jax.atomic_write import write_atomically
 from peagle_jax.json_files import read_text
@@ -59,6 +60,12 @@ def fill(readme: Path, rows: Sequence[Mapping], experiments: Mapping[str, Experi
         if name in by_name
     }
     parts = {"overview": markdown(overview(list(all_findings.values()), []))}
+    if f"<!-- {one_page.MARKER}: " in text:
+        try:
+            parts[one_page.MARKER] = markdown(one_page.heads_table(latest(rows)))
+        except ValueError as error:
+            rule, next_step = "its heads must have been run on one target", "run them, see HEADS"
+            raise InputError("experiments/one_page.py", rule, error, next_step) from None
     for name in (*parts, *all_findings):
         _check_end(readme, text, name)
     pictures = readme.parent / "pictures"
@@ -91,6 +98,8 @@ def _section(findings: Findings, pictures: Path) -> str:
             write_atomically(pictures / name, (Path(folder) / name).read_bytes())
             parts.append(f"![{findings.experiment.name}](pictures/{name})")
             parts.append(textwrap.fill(caption, COLUMNS, break_long_words=False))
+    if power := power_note(findings):
+        parts.append(textwrap.fill(power, COLUMNS, break_long_words=False))
     parts += [f"> {note}" for note in findings.notes]
     parts.append(markdown(narrow(main_table(findings))))
     positions = conditional(findings)

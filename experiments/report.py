@@ -30,6 +30,7 @@ from experiments.tables import (
     markdown_text,
     other_measurements,
     overview,
+    power_note,
     published_table,
     training_table,
 )
@@ -49,11 +50,12 @@ HEAD = (
 )
 ABOUT_VERDICTS = (
     "A verdict is about acceptance length alone: `better` or `worse` where the 95 % interval of "
-    "the paired difference to the reference leaves out 0. The interval is the wider one of a "
+    "the paired difference to the reference leaves out 0, and p is at most 0.05 after Holm's "
+    "correction for the comparisons of the experiment. The interval is the wider one of a "
     "bootstrap over seeds and prompts and of Student's t over the seeds (see "
-    "experiments/statistics.py). Of 20 variants that change nothing, one is expected to be called "
-    "better or worse by chance. With one seed no claim is made, and its intervals are over prompts "
-    "alone."
+    "experiments/statistics.py). Of 20 experiments in which nothing matters, one is expected to "
+    "call something better or worse by chance. With one seed no claim is made, and its intervals "
+    "are over prompts alone."
 )
 BY_POSITION = (
     "Accepted at each position against the reference, percentage points of all drafts (95 %)"
@@ -192,6 +194,7 @@ def _facts(findings: Findings, results: Path) -> dict[str, list[str]]:
     facts = {
         "Expected": [experiment.expects],
         "The paper and its peers": [experiment.paper],
+        "Power": [power_note(findings).removeprefix("Power: ")],
         "Command": values("command"),
         "Commit": [", ".join(commits)],
         "Machine": values("device"),

@@ -34,6 +34,7 @@ from jaxtyping import Float, Int
 from experiments.texts import KINDS
 
 DRAWS, PERCENTILES = 2000, (2.5, 97.5)
+LEVEL = 0.05  # of p-values, above which a difference may be noise
 # 97.5 % quantiles of Student's t for 1, 2, .. 10 degrees of freedom; for more, the series of
 # Abramowitz and Stegun 26.7.5 is exact enough.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -86,10 +87,12 @@ class Comparison:
     """The first variant's acceptance length minus the second's, with its 95 % interval.
 
     Attributes:
-      verdict: "better" or "worse"; "within noise" where 0 lies in the interval; "one seed only"
-        where no claim is made.
+      verdict: "better" or "worse"; "within noise" where 0 lies in the interval, or where p_holm is
+        above 0.05; "one seed only" where no claim is made.
       p: how often a difference as large would be found where there is none: the larger of Student's
         and the bootstrap's; None with one seed.
+      p_holm: `p` after Holm's correction for the comparisons of an experiment; None where it is not
+        one of several.
     """
 
     difference: float
@@ -98,6 +101,7 @@ class Comparison:
     verdict: str
     by_seed: dict[int, float]
     p: float | None = None
+    p_holm: float | None = None
 
 
 def counts(
@@ -285,6 +289,51 @@ def holm(ps: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(ps) - place) * ps[i]))
         adjusted[i] = largest
     return adjusted
+
+
+def among_several(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Comparisons of one experiment, after Holm's correction for their number."""
+    ps = [one.p for one in comparisons if one.p is not None]
+    adjusted = iter(holm(ps))
+    corrected = []
+    for one in comparisons:
+        if one.p is not None:
+            p_holm = next(adjusted)
+            verdict = one.verdict if p_holm <= LEVEL else "within noise"
+            one = dataclasses.replace(one, p_holm=p_holm, verdict=verdict)
+        corrected.append(one)
+    return corrected
+
+
+def detectable_difference(deviation: float, num_seeds: int, power: float = 0.8) -> float:
+    """The true difference that Student's t test of the seeds would find with a chance of `power`.
+
+    Args:
+      deviation: standard deviation of the seeds' differences.
+      num_seeds: 2 or more.
+      power: of the two-sided test at LEVEL, before a correction for several comparisons.
+    """
+    freedom = num_seeds - 1
+    bound = student(freedom)
+    # the sample's variance over the true one, s: chi-squared over its degrees of freedom
+    s = (np.arange(20_000) + 0.5) * (12 / 20_000)
+    density = s ** (freedom / 2 - 1) * np.exp(-freedom * s / 2)
+    density /= density.sum()
+    limits = bound * np.sqrt(s)
+
+    def found(shift: float) -> float:
+        """The chance of t above the bound where the mean lies `shift` standard errors off.
+
+        That of t below -bound, for such shifts, is nothing.
+        """
+        above = 0.5 * (1 - np.vectorize(math.erf)((limits - shift) / math.sqrt(2)))
+        return float((density * above).sum())
+
+    low, high = 0.0, 100.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if found(middle) < power else (low, middle)
+    return high * deviation / num_seeds**0.5
 
 
 def _p_value(by_seed: np.ndarray, drawn: np.ndarray) -> float | None:

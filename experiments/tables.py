@@ -7,7 +7,7 @@ import numpy as np
 from experiments.base import Experiment
 from experiments.findings import GROUPS, Finding, Findings
 from experiments.published import NUMBERS, SHARE
-from experiments.statistics import Comparison, Interval, holm, interval
+from experiments.statistics import Comparison, Interval, detectable_difference, interval
 
 VERDICTS = ("better", "worse", "within noise", "one seed only")
 Table = list[list[str]]  # the first row is the head
@@ -85,24 +85,40 @@ def main_table(findings: Findings) -> Table:
         "export",
     ]
     did_not_run = [""] * (len(head) - 2)
-    adjusted = _adjusted(findings)
     return [
         head,
-        *(_variant_cells(variant, findings, adjusted) for variant in findings.variants),
+        *(_variant_cells(variant, findings) for variant in findings.variants),
         *([name, "did not run", *did_not_run] for name in findings.missing),
     ]
 
 
-def _adjusted(findings: Findings) -> dict[str, str]:
-    """By variant, the p-value after Holm's correction for all comparisons of the experiment."""
-    ps = {v.name: v.against.p for v in findings.variants if v.against and v.against.p is not None}
-    return {
-        name: "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
-        for name, p in zip(ps, holm(list(ps.values())), strict=True)
-    }
+def power_note(findings: Findings) -> str:
+    """How large a difference had to be to be found: the power of an experiment's comparisons.
+
+    Empty where no comparison has several seeds.
+    """
+    compared = [v.against for v in findings.variants if v.against and len(v.against.by_seed) > 1]
+    if not compared:
+        return ""
+    seeds = min(len(comparison.by_seed) for comparison in compared)
+    variances = [np.var(list(comparison.by_seed.values()), ddof=1) for comparison in compared]
+    deviation = float(np.sqrt(np.mean(variances)))
+    least = detectable_difference(deviation, seeds)
+    return (
+        f"Power: the seeds' differences to {findings.experiment.reference} have a standard "
+        f"deviation of {deviation:.3f}, pooled over the variants. With {seeds} seeds a true "
+        f"difference of {least:.2f} is then found in 80 % of such experiments (Student's t, before "
+        "Holm's correction)."
+    )
 
 
-def _variant_cells(variant: Finding, findings: Findings, adjusted: Mapping[str, str]) -> list[str]:
+def _p(p: float | None) -> str:
+    if p is None:
+        return ""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def _variant_cells(variant: Finding, findings: Findings) -> list[str]:
     rows = variant.rows
     changes = dict.fromkeys(str(change) for row in rows for change in row["changes"])
     speedups = [row["speed"]["speedup"] for row in rows if row["speed"]]
@@ -117,7 +133,7 @@ def _variant_cells(variant: Finding, findings: Findings, adjusted: Mapping[str, 
         _between_seeds(variant.length),
         _difference(variant.against) if variant.against else "",
         _verdict(variant, findings),
-        adjusted.get(variant.name, ""),
+        _p(variant.against.p_holm if variant.against else None),
         " ".join(f"{100 * share:.0f}" for share in variant.positions),
         *(f"{group.value:.2f}" if group else "" for group in groups),
         f"{np.median(speedups):.2f}x" if speedups else "",

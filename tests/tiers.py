@@ -83,7 +83,7 @@ SLOW: dict[str, str] = {
     "tests/pipelines/test_stored_training.py::test_stored_features_train*": "12 s",
     "tests/pipelines/test_stored_training.py::test_what_is_not_learned*": "5 s",
     "tests/pipelines/test_tracing.py::test_lowered*": "6 s: a program for eight devices",
-    "tests/pipelines/test_tracing.py::test_recipes*": "12 s",
+    "tests/pipelines/test_tracing.py::test_whole_training_steps*": "45 s",
     "tests/pipelines/test_training_plan.py::test_activations*": "14 s",
     "tests/pipelines/test_training_plan.py::test_published*": "20 s",
     "tests/pipelines/test_walk.py::test_the_walk": "55 s: every command, from a target to vLLM",

@@ -13,7 +13,7 @@ first position is equal at equal layers. EAGLE-1 drafts its first token as well 
 than EAGLE-3, since it never learned from its own hidden states.
 Result: e8fd383, 2026-11-26, 3 seeds, budget sampled: P-EAGLE 2.38, EAGLE-3 3.15, 3.53 of equal
 parameters, 3.06 of equal seconds, 3.11 of equal FLOPs; EAGLE-1 3.26 of equal parameters, 3.99 of
-equal FLOPs. docs/late_positions.md has more.
+equal FLOPs. docs/late_positions_tables.md has more.
 """
 
 from experiments.arithmetic import training_flops

@@ -5,7 +5,7 @@
 Expects: the last layer's input is worth most; three aux hidden states beat one; norms before the
 fusion change little with a small target.
 Result: e8fd383, 2026-11-26, 3 seeds, budget sampled, four of the eight variants: a norm per aux
-layer gains 0.04 tokens, the last one alone loses nothing. docs/late_positions.md has more.
+layer gains 0.04 tokens, the last one alone loses nothing. docs/late_positions_tables.md has more.
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ Expects: bidirectional gains nothing, since placeholders know nothing of the tok
 there. Committed loses little at late positions, if anything: what placeholders tell each other are
 guesses, which every one of them can make for itself.
 Result: 4722e37, 2026-11-26, 3 seeds, budget sampled: 2.38 causal, 2.38 bidirectional, 2.36
-committed, which is worse with every seed. docs/late_positions.md has more.
+committed, which is worse with every seed. docs/late_positions_tables.md has more.
 """
 
 from experiments.base import Experiment, Variant

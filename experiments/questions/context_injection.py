@@ -11,7 +11,7 @@ layers has two norms more.
 Expects: a small gain at late positions: a placeholder's second layer then reads what the target
 knows, and not what one layer of a small head made of it.
 Result: e8fd383, 2026-11-26, 3 seeds, budget sampled: within noise, 2.40 and 2.39 against 2.38.
-docs/late_positions.md has more.
+docs/late_positions_tables.md has more.
 """
 
 import dataclasses

@@ -8,7 +8,7 @@ head drafts the budget's new tokens (64 of `small`, 96 of `sampled`) after promp
 table) and of 96 (the other measurements).
 Expects: rows of 32 tokens lose much, since texts run to 96 tokens and more; rows of 64 lose little.
 Result: `sampled`, 41c36ce, 2026-11-29, 3 seeds: whole rows 2.33, halves 2.33, quarters 2.13; after
-96 tokens 2.31, 2.23 and 1.99 (docs/late_positions.md).
+96 tokens 2.31, 2.23 and 1.99 (docs/late_positions_tables.md).
 """
 
 import dataclasses

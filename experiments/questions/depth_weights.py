@@ -7,7 +7,7 @@ already, so that equal weights favor the first ones.
 Expects: the first position gains from falling weights, late ones from rising weights; the length
 hardly changes, since what comes late is reached seldom.
 Result: e8fd383, 2026-11-26, 3 seeds, budget sampled: 0.8**d gains 0.02 tokens, 1.25**d loses 0.04.
-docs/late_positions.md has more.
+docs/late_positions_tables.md has more.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ do in one pass what EAGLE-3 does in as many passes as there are depths.
 Result: d3c9f7f, 2026-11-21, 3 seeds: 2.40, 2.59 and 2.75 with 1, 2 and 4 layers. The first
 position is equal (68, 68, 67 %), the fifth is not (5, 10, 14 %). experiments/README.md has more.
 Budget sampled, 09a8f11, 2026-11-28, 3 seeds: 2.21, 2.33 and 2.44, at all positions alike.
-docs/late_positions.md has more.
+docs/late_positions_tables.md has more.
 """
 
 import dataclasses

@@ -11,7 +11,7 @@ little, since the layers behind can learn what the vector does not say.
 Result: d3c9f7f, 2026-11-21, six designs, 3 seeds: all are within noise of the paper's 2.59, from
 2.54 (last_feature, better at the first position and worse at the fourth and fifth) to 2.61
 (gated). experiments/README.md has more. 9462505, 2026-11-28, budget sampled, five designs, 3 seeds:
-2.33 to 2.35, all within noise (docs/late_positions.md).
+2.33 to 2.35, all within noise (docs/late_positions_tables.md).
 """
 
 from experiments.base import Experiment, Variant

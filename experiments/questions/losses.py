@@ -10,7 +10,7 @@ hybrids lie between. At temperature 1, KL and the acceptance losses are better.
 Result: bded1c3, 2026-11-25, 3 seeds, budget sampled: forward KL 2.38, KL and total variation 2.34,
 negative log acceptance 2.26, cross entropy 2.14, total variation 2.02 (temperature 0.7; the
 greedy measurement came later, and has not run).
-docs/late_positions.md has more.
+docs/late_positions_tables.md has more.
 """
 
 import dataclasses

@@ -12,7 +12,7 @@ layers help to foresee tokens, and the Markov head tells which were drawn. Toget
 EAGLE-3 head of the base's layers, and not one of their own.
 Result: 9462505, 2026-11-28, 3 seeds, budget sampled: 2.33; 2.89 with a Markov head, 2.44 with twice
 the layers, 2.99 with both; 3.69 with the drafts known; EAGLE-3 3.44, with twice the layers 3.63.
-docs/late_positions.md has more.
+docs/late_positions_tables.md has more.
 """
 
 import dataclasses

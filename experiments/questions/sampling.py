@@ -10,7 +10,7 @@ were sampled before them.
 Result: d3c9f7f, 2026-11-21, 3 seeds: 2.59 greedy, 1.84 at temperature 0.5, 1.44 at 1; with
 sampled drafts 2.08 and 1.89. experiments/README.md has more.
 Budget sampled, 09a8f11, 2026-11-28, 3 seeds: 2.31 greedy, 2.09 and 1.63 with argmax drafts at
-temperatures 0.5 and 1, 2.39 and 2.25 with sampled ones. docs/late_positions.md has more.
+temperatures 0.5 and 1, 2.39 and 2.25 with sampled ones. docs/late_positions_tables.md has more.
 """
 
 from experiments.base import Experiment, Measurement, Variant

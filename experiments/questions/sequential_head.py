@@ -12,8 +12,8 @@ first gains nothing. The RNN head gains more than the Markov head from the third
 there is more than one draft to know, and a higher rank gives the second position more.
 Result: 43d8a48, 2026-11-29, 3 seeds, budget sampled: 2.33 without, 2.89 and 3.03 with a Markov head
 of rank 32 and 128, 2.74 and 3.21 with an RNN head, EAGLE-3 3.44. Before (bded1c3, another training
-of the target): 2.38, 2.95 with a Markov head and 2.96 with a gated one. docs/late_positions.md has
-more.
+of the target): 2.38, 2.95 with a Markov head and 2.96 with a gated one.
+docs/late_positions_tables.md has more.
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ drafts loses a little at the first positions. A head that drafts more than it wa
 gains next to nothing behind its last trained depth.
 Result: greedy (d3c9f7f, 2026-11-21, 3 seeds) 1.80, 2.45, 2.59 and 2.61 for K = 1, 3, 5 and 8; the
 head trained for 5 has 2.63 at 8 (experiments/README.md). At temperature 0.7 (41c36ce, 3 seeds)
-1.79, 2.11, 2.24, 2.32 and 2.33 for K = 1, 2, 3, 5 and 8 (docs/late_positions.md).
+1.79, 2.11, 2.24, 2.32 and 2.33 for K = 1, 2, 3, 5 and 8 (docs/late_positions_tables.md).
 """
 
 from experiments.base import Experiment, Measurement, Variant

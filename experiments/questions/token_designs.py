@@ -10,7 +10,7 @@ a placeholder then knows it without attention.
 Result: d3c9f7f, 2026-11-21, four designs, 3 seeds: all are within noise of the paper's 2.59,
 from 2.56 (last_token) to 2.62 (frozen). experiments/README.md has more.
 Budget sampled, 09a8f11, 2026-11-28, five designs, 3 seeds: 2.31 (last_token) to 2.33.
-docs/late_positions.md has more.
+docs/late_positions_tables.md has more.
 """
 
 from experiments.base import Experiment, Variant

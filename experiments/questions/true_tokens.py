@@ -8,7 +8,7 @@ others read the mask token, as all do when decoding.
 Expects: a loss that grows with the share: placeholders with tokens learn what is not asked of them
 when decoding, and those without see fewer examples.
 Result: 4722e37, 2026-11-26, 3 seeds, budget sampled: 2.38, 2.37 with a quarter and 2.35 with a
-half; the first position gains, later ones lose more. docs/late_positions.md has more.
+half; the first position gains, later ones lose more. docs/late_positions_tables.md has more.
 """
 
 from experiments.base import Experiment, Variant

@@ -29,7 +29,8 @@ def test_pairs_are_compared_as_statistics_compares_them():
     assert [(a, b) for a, b, _ in found] == pairs
     want = [compare(of[a], of[b]) for a, b in pairs]
     assert [c.difference for _, _, c in found] == [c.difference for c in want]
-    assert [c.p for _, _, c in found] == holm([c.p for c in want]) != [c.p for c in want]
+    assert [c.p for _, _, c in found] == [c.p for c in want]
+    assert [c.p_holm for _, _, c in found] == holm([c.p for c in want]) != [c.p for c in want]
     assert found[0][2].verdict == "better" and found[1][2].verdict == "worse"
 
 

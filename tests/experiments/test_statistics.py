@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from made_rows import made
+from scipy.stats import nct as noncentral_t
 from scipy.stats import t as student_t
 
 from experiments import statistics
@@ -149,6 +150,28 @@ def test_tails_of_student_against_scipy(freedom):
 def test_holm_by_hand():
     assert statistics.holm([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.5])
     assert statistics.holm([0.6, 0.7]) == [1.0, 1.0] and statistics.holm([]) == []
+
+
+def test_among_several_comparisons_fewer_are_found():
+    """Four that differ alike: by themselves each is found, together none; and one with one seed."""
+    one = statistics.Comparison(0.1, 0.02, 0.18, "better", {0: 0.1, 1: 0.1}, 0.02)
+    clear = statistics.Comparison(-0.4, -0.5, -0.3, "worse", {0: -0.4, 1: -0.4}, 0.001)
+    alone = statistics.Comparison(0.1, 0.0, 0.2, "one seed only", {0: 0.1})
+    found = statistics.among_several([one, one, alone, clear, one])
+    assert [c.verdict for c in found] == [*["within noise"] * 2, "one seed only", "worse"] + [
+        "within noise"
+    ]
+    assert [c.p_holm for c in found] == pytest.approx([0.06, 0.06, None, 0.004, 0.06])
+    assert statistics.among_several([one])[0].verdict == "better"
+
+
+@pytest.mark.parametrize("seeds, power", [(2, 0.8), (3, 0.8), (3, 0.5), (6, 0.9)])
+def test_power_against_the_noncentral_t_of_scipy(seeds, power):
+    deviation = 0.013
+    least = statistics.detectable_difference(deviation, seeds, power)
+    shift, bound = least * seeds**0.5 / deviation, student_t.ppf(0.975, seeds - 1)
+    found = noncentral_t.sf(bound, seeds - 1, shift)
+    assert found == pytest.approx(power, abs=4e-3)
 
 
 def test_p_values_are_seldom_small_where_nothing_is():
