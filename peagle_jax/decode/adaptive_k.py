@@ -246,29 +246,40 @@ class KChooser:
         rates = rates_of(self._seconds, self.survival)
         best = max(rates, key=lambda k: rates[k])
         best_draft = max((k for k in rates if k), key=lambda k: rates[k])
-        plain_is_best = best == 0
-        # of its first steps, too, where the engine before waited for long
-        is_plain = self.k == 0 and (self._total > 0 or self._wait > FIRST_WAIT)
-        if is_plain and self._plain_steps < self._wait and not (best and is_other_batch):
-            # plain steps let everything be forgotten, and what is guessed then would end them soon
-            self._take(0)
-            return
-        if plain_is_best and self.k and self._gain_until_look(rates) < self._seconds_of_change():
-            best = best_draft  # to end drafting, and to begin it again, would take longer
-        if not (plain_is_best or is_plain):
-            self._wait = FIRST_WAIT
-        if not (best or is_plain) or self._affordable_steps(best_draft) < PROBE_STEPS:
-            if self.k and plain_is_best:
-                self._wait = min(2 * self._wait, LAST_WAIT)
-            self._take(0)
-        elif is_plain:  # a look at drafting
-            self._take(best_draft, PROBE_STEPS)
-        elif self.k and rates[best] <= MIN_GAIN * rates[self.k]:
-            self._take(self.k)
+        # of an engine's first steps, too, where the engine before waited for long
+        is_waiting = self.k == 0 and (self._total > 0 or self._wait > FIRST_WAIT)
+        if is_waiting:
+            # Not sooner, whatever seems best: plain steps let everything be forgotten, and what is
+            # guessed then would end them soon.
+            is_over = self._plain_steps >= self._wait or (best and is_other_batch)
+            if is_over and self._is_affordable(best_draft):
+                self._take(best_draft, PROBE_STEPS)
+            else:
+                self._take(0)
         else:
-            self._take(best)
+            self._go_on(rates, best, best_draft)
         if self.k:
             self._plain_steps = 0
+
+    def _go_on(self, rates: Mapping[int, float], best: int, best_draft: int) -> None:
+        """Chooses after steps that drafted, or at the very first.
+
+        Args:
+          rates: tokens per second with each number of drafts.
+          best, best_draft: the number with the most, and that with the most of those that draft.
+        """
+        if best:
+            self._wait = FIRST_WAIT
+        # to end drafting, and to begin it again, may take longer than plain steps would save
+        stays = self.k and self._gain_until_look(rates) < self._seconds_of_change()
+        if not (best or stays) or not self._is_affordable(best_draft):
+            if self.k and not best:
+                self._wait = min(2 * self._wait, LAST_WAIT)
+            self._take(0)
+            return
+        wanted = best or best_draft
+        is_worth_it = not self.k or rates[wanted] > MIN_GAIN * rates[self.k]
+        self._take(wanted if is_worth_it else self.k)
 
     def _take(self, k: int, num_steps: int | None = None) -> None:
         """Takes `k` for the next steps; more of them, the longer it is taken without a break."""
@@ -280,6 +291,10 @@ class KChooser:
             until_look = self._wait - self._plain_steps
             num_steps = until_look if until_look > 0 else FIRST_WAIT  # a look was not affordable
         self.steps_left = num_steps or min(self._steps, max(self._affordable_steps(k), FIRST_STEPS))
+
+    def _is_affordable(self, k: int) -> bool:
+        """Whether a look with `k` drafts is within the budget."""
+        return self._affordable_steps(k) >= PROBE_STEPS
 
     def _affordable_steps(self, k: int) -> int:
         """How many steps with `k` drafts, none of them accepted, would be within the budget."""

@@ -39,10 +39,9 @@ def commit(
     emitted = emit(state, tokens, is_draft, accepted + 1, options, logprobs)
     is_read = jnp.arange(spec.k + 1)[None] <= accepted[:, None]
     failed = ~(is_finite(out.hidden) | ~is_read).all(axis=1)
-    k_changes = spec.lookback > 0
-    if k_changes and not spec.k:
+    if spec.k_changes and not spec.k:
         unread = append_unread(state, tokens, out.aux_hidden_states)
-    elif k_changes:
+    elif spec.k_changes:
         unread = replace_unread(state, tokens, out.aux_hidden_states, accepted + 1)
     else:
         unread = tokens, out.aux_hidden_states, accepted + 1
@@ -63,7 +62,7 @@ def commit(
         num_accepted_per_pos=state.num_accepted_per_pos
         + jnp.pad(is_accepted, [(0, 0), (0, num_positions - spec.k)]),
     )
-    return _freeze_done_rows(state, new, k_changes)
+    return _freeze_done_rows(state, new, spec.k_changes)
 
 
 def _freeze_done_rows(old: DecodeState, new: DecodeState, k_changes: bool) -> DecodeState:

@@ -266,12 +266,12 @@ class ParallelDrafter(_HeadDrafter):
         num_placeholders = self.k - 1
         batch, num_places = embeddings.shape[:2]
 
-        def last_committed(x: Float[Array, "B C D"]) -> Float[Array, "B placeholders D"]:
+        def of_last_token(x: Float[Array, "B C D"]) -> Float[Array, "B placeholders D"]:
             last = jnp.take_along_axis(x, (count - 1)[:, None, None], axis=1)
             return jnp.repeat(last, num_placeholders, axis=1)
 
         depth = jnp.broadcast_to(jnp.arange(1, self.k), (batch, num_placeholders))
-        unfilled = PlaceholderRow(depth, last_committed(embeddings), last_committed(fused))
+        unfilled = PlaceholderRow(depth, of_last_token(embeddings), of_last_token(fused))
         masks = placeholders.rows(head, unfilled)
 
         after_committed = jnp.arange(num_places + num_placeholders)[None] - count[:, None]

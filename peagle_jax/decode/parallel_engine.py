@@ -6,7 +6,7 @@ XLA spreads an operation over the processor's cores. Where weights fit the cores
 take some 0.1 ms, and handing half of each to another core and waiting for it costs as much as it
 saves: a step of 8 rows takes two cores 10.7 ms and one core 11.7. Two engines of 4 rows, each with
 an operation of its own at any time, take 7.2 ms each (LOG.md, "one engine for each core"), and
-their matrices can be in the layout that one core reads fastest (`matrix_layout`). Where weights
+their matrices can be in the layout that one core reads fastest (`fastest_layout`). Where weights
 come from memory, each engine reads all of them, and one engine is faster.
 
 The tokens of a request do not depend on the rows beside it, and so not on the number of engines: in
@@ -37,7 +37,7 @@ from peagle_jax.decode.drafters import METHODS, Drafter
 from peagle_jax.decode.engine import Engine
 from peagle_jax.decode.engine_checks import check_at_least_1, check_options
 from peagle_jax.decode.engine_stats import EngineStats
-from peagle_jax.decode.matrix_layout import in_fastest_layout
+from peagle_jax.decode.fastest_layout import in_fastest_layout
 from peagle_jax.decode.requests import Output, Request
 from peagle_jax.decode.rows import Row, output_without_answer
 from peagle_jax.decode.stop_strings import Detokenizer

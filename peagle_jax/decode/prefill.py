@@ -331,7 +331,7 @@ def begin(
 
     zero = jnp.zeros(batch, jnp.int32)
     failed = ~is_finite(state.hidden)
-    counts_expected = spec.lookback > 0 and has_confidence(spec.drafter)
+    counts_expected = spec.k_changes and has_confidence(spec.drafter)
     expected = jnp.zeros((batch, spec.k), jnp.float32) if counts_expected else None
     new = DecodeState(
         cache=state.cache,

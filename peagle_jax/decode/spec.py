@@ -63,6 +63,11 @@ class DecodeSpec:
         return num_tree_nodes(self.k, self.num_nodes, self.drafter.config.draft_vocab)
 
     @property
+    def k_changes(self) -> bool:
+        """Whether steps alternate with others that draft another number of tokens."""
+        return self.lookback > 0
+
+    @property
     def num_places(self) -> int:
         """Places in `DecodeState.tokens`."""
         return self.lookback or self.k + 1

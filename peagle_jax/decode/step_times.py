@@ -123,7 +123,7 @@ class MeasuredTimes:
       rounds: the newest ones, seconds by K.
       cost: seconds that the last one took.
       decoded: seconds of decoding since then.
-      here: the same of this process alone.
+      decoded_here: the same of this process alone.
       compiling: seconds that the last round took with its compilations, in this process.
       seconds: of a step, by K: the ratios of the middle round, at the middle pace. Always the same
         object.
@@ -132,7 +132,7 @@ class MeasuredTimes:
     rounds: list[dict[int, float]]
     cost: float = 0.0
     decoded: float = 0.0
-    here: float = 0.0
+    decoded_here: float = 0.0
     compiling: float = 0.0
     seconds: dict[int, float] = dataclasses.field(default_factory=dict)
 
@@ -142,14 +142,16 @@ class MeasuredTimes:
     def add(self, by_k: Mapping[int, float], cost: float) -> None:
         """Takes in a round that has just taken `cost` seconds."""
         self.rounds = [*self.rounds, dict(by_k)][-NUM_ROUNDS:]
-        self.cost, self.decoded, self.here = cost, 0.0, 0.0
+        self.cost, self.decoded, self.decoded_here = cost, 0.0, 0.0
         self._count()
 
-    def is_due(self, is_compiled: bool) -> bool:
-        """Whether there may be a further round."""
-        if is_compiled:
-            return self.decoded >= self.cost / PART_OF_TIME
-        return self.here >= max(COMPILING_WAITS, self.compiling / PART_OF_TIME)
+    def allow_a_round(self) -> bool:
+        """Whether enough was decoded for a further round, where nothing has to be compiled."""
+        return self.decoded >= self.cost / PART_OF_TIME
+
+    def allow_compiling(self) -> bool:
+        """Whether enough was decoded for one that compiles."""
+        return self.decoded_here >= max(COMPILING_WAITS, self.compiling / PART_OF_TIME)
 
     def _count(self) -> None:
         paces = [statistics.geometric_mean(by_k.values()) for by_k in self.rounds]
@@ -206,7 +208,7 @@ class StepTimes:
         """
         name = _name(num_rows, slots, sampling)
         known, is_own = self._known(name, ks)
-        if known is not None and not self._is_due(name, ks, known, is_own, is_compiled):
+        if known is not None and not self._is_to_be_measured(name, ks, known, is_own, is_compiled):
             return known.seconds
         if not self._measuring.acquire(blocking=known is None):
             assert known is not None
@@ -214,13 +216,13 @@ class StepTimes:
         try:
             # another thread may have measured before, these times or some to borrow
             known, is_own = self._known(name, ks)
-            if known is None or self._is_due(name, ks, known, is_own, is_compiled):
+            if known is None or self._is_to_be_measured(name, ks, known, is_own, is_compiled):
                 known = self._measure(name, ks, measure, known if is_own else None)
         finally:
             self._measuring.release()
         return known.seconds
 
-    def _is_due(
+    def _is_to_be_measured(
         self,
         name: str,
         ks: Sequence[int],
@@ -231,7 +233,7 @@ class StepTimes:
         """Whether to measure although something is known."""
         if not is_own:
             return self._num_steps[name] >= STEPS_BEFORE_MEASURING
-        return known.is_due(True) and (all(map(is_compiled, ks)) or known.is_due(False))
+        return known.allow_a_round() and (all(map(is_compiled, ks)) or known.allow_compiling())
 
     def _measure(
         self,
@@ -245,7 +247,7 @@ class StepTimes:
         with self._changing:  # what fails is not tried again at once
             self._num_steps[name] = 0
             if known is not None:
-                known.decoded = known.here = 0.0
+                known.decoded = known.decoded_here = 0.0
         first = time.monotonic()
         for k in ks:
             measure(k)  # may be compiled; and a program that was away finds nothing in caches
@@ -306,7 +308,7 @@ class StepTimes:
             self._num_steps[name] += num_steps
             if name in self._own:
                 self._own[name].decoded += seconds
-                self._own[name].here += seconds
+                self._own[name].decoded_here += seconds
 
     def recall_drafts(self, sampling: str, head: str, chooser: KChooser) -> None:
         """Tells a new `chooser` what was accepted in earlier runs, if any was.

@@ -10,7 +10,7 @@ than to multiply a few rows by it.
 Both cores of an AMD EPYC multiply 8 rows by 13.7 million bfloat16 numbers in 1.0 ms in tiles, and
 in 3.4 as they are (LOG.md, 2026-11-29, late). Both cores of an Intel Xeon with AMX multiply 4 rows
 by two matrices of 2,048 x 6,144 numbers, one after the other, in 5.5 ms transposed and in 12.8 as
-they are (bfloat16; 2026-11-29, night). `decode.matrix_layout` measures which layout is the fastest.
+they are (bfloat16; 2026-11-29, night). `decode.fastest_layout` measures which is the fastest.
 """
 
 import re

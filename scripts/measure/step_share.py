@@ -41,8 +41,8 @@ from rich.table import Table
 
 from peagle_jax import Model, Request, load_pair
 from peagle_jax.decode import loop
+from peagle_jax.decode.fastest_layout import in_fastest_layout
 from peagle_jax.decode.generate import make_drafter
-from peagle_jax.decode.matrix_layout import in_fastest_layout
 from peagle_jax.decode.prefill import prefill, run_to_end
 from peagle_jax.decode.rows import Row, row_options
 from peagle_jax.decode.spec import DecodeSpec

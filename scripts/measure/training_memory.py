@@ -25,14 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle_jax.atomic_write import append_line
 from peagle_jax.draft.confidence import NO_CONFIDENCE
 from peagle_jax.draft.head import HeadConfig
 from peagle_jax.draft.markov import NO_MARKOV
 from peagle_jax.draft.placeholders import PAPER_DESIGN
 from peagle_jax.layers import Rope
 from peagle_jax.pipelines import tracing
-from peagle_jax.provenance import provenance
+from peagle_jax.provenance import append_rows
 from peagle_jax.train.cod import CodConfig, cod_sample
 from peagle_jax.train.hidden_states import TrainingRows
 from peagle_jax.train.peagle_loss import peagle_loss
@@ -168,9 +167,8 @@ def main() -> int:
     rows = []
 
     def add(row: dict) -> None:
-        row = {**provenance(), "name": "training_memory", **row}
-        rows.append(row)
-        print(json.dumps({key: row[key] for key in row if key not in provenance()}), flush=True)
+        rows.append({"name": "training_memory", **row})
+        print(json.dumps(rows[-1]), flush=True)
 
     if args.recipes:
         for name in args.only:
@@ -190,7 +188,7 @@ def main() -> int:
             slope = exponent([row["tokens"] for row in known], [row[key] for row in known])
             print(f"{key}: exponent {slope:.3f}")
     if args.record is not None:
-        append_line(args.record, "\n".join(map(json.dumps, rows)))
+        append_rows(args.record, rows, "scripts/measure/training_memory.py")
     return 0
 
 

@@ -219,7 +219,7 @@ def test_a_further_round_is_measured_now_and_then(tmp_path, monkeypatch):
     assert len(calls) == before + 4
     times.count(2, 200, "greedy", 5, step_times.COMPILING_WAITS)
     get(False)
-    assert len(calls) == before + 8 and (own.decoded, own.here) == (0, 0)
+    assert len(calls) == before + 8 and (own.decoded, own.decoded_here) == (0, 0)
     # a process that has compiled once for it has the programs, and waits for longer where not
     own.compiling = 2 * step_times.COMPILING_WAITS * step_times.PART_OF_TIME
     times.count(2, 200, "greedy", 5, 1.5 * step_times.COMPILING_WAITS)

@@ -10,9 +10,9 @@ import pytest
 import tiny
 
 from peagle_jax import user_cache
-from peagle_jax.decode import matrix_layout, parallel_engine
+from peagle_jax.decode import fastest_layout, parallel_engine
+from peagle_jax.decode.fastest_layout import in_fastest_layout
 from peagle_jax.decode.generate import generate, make_drafter
-from peagle_jax.decode.matrix_layout import in_fastest_layout
 from peagle_jax.decode.parallel_engine import make_engine
 from peagle_jax.decode.requests import Request
 from peagle_jax.kernels import native_code
@@ -67,9 +67,9 @@ def asked(request, monkeypatch):
         calls.append(kind)
         return calls.layout
 
-    monkeypatch.setattr(matrix_layout, "LEAST_BYTES", 0)
-    monkeypatch.setattr(matrix_layout, "has_bfloat16_matrix_units", lambda: False)
-    monkeypatch.setattr(matrix_layout, "_fastest_layout", fastest)
+    monkeypatch.setattr(fastest_layout, "LEAST_BYTES", 0)
+    monkeypatch.setattr(fastest_layout, "has_bfloat16_matrix_units", lambda: False)
+    monkeypatch.setattr(fastest_layout, "_fastest_layout", fastest)
     return calls
 
 
@@ -157,8 +157,8 @@ def test_all_engines_have_the_same_copy(asked):
 @pytest.mark.parametrize("free, is_copied", [(10**7, True), (3 * 10**5, False), (None, True)])
 def test_large_models_are_copied_where_memory_is_free(asked, monkeypatch, free, is_copied, owned):
     target, head = owned
-    monkeypatch.setattr(matrix_layout, "SMALL_COPY_BYTES", 1000)
-    monkeypatch.setattr(matrix_layout, "free_bytes", lambda: free)
+    monkeypatch.setattr(fastest_layout, "SMALL_COPY_BYTES", 1000)
+    monkeypatch.setattr(fastest_layout, "free_bytes", lambda: free)
     engine = make_engine(target, None, head.params, max_batch=4, num_threads=1)
     assert engine.spec.matrix_layout == (asked.layout if is_copied else PLAIN)
     assert (engine.target is target) == (not is_copied)
@@ -167,8 +167,8 @@ def test_large_models_are_copied_where_memory_is_free(asked, monkeypatch, free, 
 def test_a_copy_that_exists_takes_no_memory(asked, monkeypatch, owned):
     target, head = owned
     first = make_engine(target, None, head.params, max_batch=4, num_threads=1)
-    monkeypatch.setattr(matrix_layout, "SMALL_COPY_BYTES", 0)
-    monkeypatch.setattr(matrix_layout, "free_bytes", lambda: 0)
+    monkeypatch.setattr(fastest_layout, "SMALL_COPY_BYTES", 0)
+    monkeypatch.setattr(fastest_layout, "free_bytes", lambda: 0)
     again = make_engine(target, None, head.params, max_batch=2, num_threads=1)
     assert again.spec.matrix_layout == first.spec.matrix_layout == asked.layout
     drafter = make_drafter(head, 3, "peagle")  # the head's matrices have none
@@ -192,10 +192,10 @@ def test_donated_matrices_are_freed(asked, monkeypatch, owned):
         return answers_of(target, head, donate=donate, num_threads=2)
 
     largest = max(w.nbytes for w in matrices((target.params, head.params), "transposed"))
-    monkeypatch.setattr(matrix_layout, "SMALL_COPY_BYTES", largest)
+    monkeypatch.setattr(fastest_layout, "SMALL_COPY_BYTES", largest)
     asked.layout, layout = PLAIN, asked.layout
     want = answers(False)
-    monkeypatch.setattr(matrix_layout, "free_bytes", lambda: 0)
+    monkeypatch.setattr(fastest_layout, "free_bytes", lambda: 0)
     asked.layout = layout
     assert answers(False) == want and not target.params["lm_head"]["kernel"].is_deleted()
     assert answers(True) == want
@@ -270,7 +270,7 @@ def test_other_devices_keep_theirs(asked, monkeypatch):
 
 
 def test_small_models_are_not_measured(asked, monkeypatch):
-    monkeypatch.setattr(matrix_layout, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(fastest_layout, "LEAST_BYTES", 1 << 20)
     target, head = models()
     found = in_fastest_layout(target, None, head.params, rows=2, num_places=4, num_threads=2)
     assert found[0] is target and found[1] is head.params and not asked
@@ -278,7 +278,7 @@ def test_small_models_are_not_measured(asked, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_matrix_units_take_bfloat16_transposed(asked, monkeypatch, dtype):
-    monkeypatch.setattr(matrix_layout, "has_bfloat16_matrix_units", lambda: True)
+    monkeypatch.setattr(fastest_layout, "has_bfloat16_matrix_units", lambda: True)
     target, head = models(dtype=dtype)
     drafter = make_drafter(head, 3, "peagle")
     about = dict(rows=2, num_places=4, num_threads=1)
@@ -291,21 +291,21 @@ def test_matrix_units_take_bfloat16_transposed(asked, monkeypatch, dtype):
 
 def test_what_is_measured():
     small = [jnp.zeros((24, 8)), jnp.zeros((24, 8)), jnp.zeros((8, 24))]
-    assert matrix_layout._sample(small) == ("float32", ((24, 8), (24, 8), (8, 24)))
+    assert fastest_layout._sample(small) == ("float32", ((24, 8), (24, 8), (8, 24)))
     large = [jnp.zeros((1024, 4096), jnp.bfloat16)] * 9 + [jnp.zeros((4200, 5000), jnp.bfloat16)]
     # 12 MB, and each size, of which no axis is longer than 4096
-    assert matrix_layout._sample(large) == ("bfloat16", ((1024, 4096), (1024, 4096), (4096, 4096)))
+    assert fastest_layout._sample(large) == ("bfloat16", ((1024, 4096), (1024, 4096), (4096, 4096)))
 
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """An empty folder for what is measured, on a processor without matrix units."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(matrix_layout, "has_bfloat16_matrix_units", lambda: False)
+    monkeypatch.setattr(fastest_layout, "has_bfloat16_matrix_units", lambda: False)
     monkeypatch.setattr(native_code, "is_available", lambda: True)
-    matrix_layout._fastest_layout.cache_clear()
+    fastest_layout._fastest_layout.cache_clear()
     yield tmp_path / "peagle_jax" / "matrix_layouts"
-    matrix_layout._fastest_layout.cache_clear()
+    fastest_layout._fastest_layout.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -324,21 +324,21 @@ def test_a_layout_must_be_worth_it(kept, monkeypatch, tiles_take, transposed_tak
         assert layouts == ["plain", "transposed", "tiles"]
         return {"plain": 1.0, "tiles": tiles_take, "transposed": transposed_take}
 
-    monkeypatch.setattr(matrix_layout, "_fastest_seconds", seconds)
+    monkeypatch.setattr(fastest_layout, "_fastest_seconds", seconds)
     kind = ((8, 128), (16, 64)), "bfloat16", 7, 3
-    assert matrix_layout._fastest_layout(*kind) == expected
-    monkeypatch.setattr(matrix_layout, "_fastest_seconds", lambda *_: 1 / 0)
-    assert matrix_layout._fastest_layout(*kind) == expected  # measured once
-    matrix_layout._fastest_layout.cache_clear()
-    assert matrix_layout._fastest_layout(*kind) == expected  # nor by another process
+    assert fastest_layout._fastest_layout(*kind) == expected
+    monkeypatch.setattr(fastest_layout, "_fastest_seconds", lambda *_: 1 / 0)
+    assert fastest_layout._fastest_layout(*kind) == expected  # measured once
+    fastest_layout._fastest_layout.cache_clear()
+    assert fastest_layout._fastest_layout(*kind) == expected  # nor by another process
     for i, other in enumerate([((8, 128),), "float32", 6, 2]):
         changed = [*kind[:i], other, *kind[i + 1 :]]
         with pytest.raises(ZeroDivisionError):
-            matrix_layout._fastest_layout(*changed)
+            fastest_layout._fastest_layout(*changed)
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_another_process")
-    matrix_layout._fastest_layout.cache_clear()
+    fastest_layout._fastest_layout.cache_clear()
     with pytest.raises(ZeroDivisionError):
-        matrix_layout._fastest_layout(*kind)
+        fastest_layout._fastest_layout(*kind)
 
 
 def test_tiles_take_a_compiler(kept, monkeypatch):
@@ -349,8 +349,8 @@ def test_tiles_take_a_compiler(kept, monkeypatch):
         assert layouts == [*times]
         return times
 
-    monkeypatch.setattr(matrix_layout, "_fastest_seconds", seconds)
-    assert matrix_layout._fastest_layout(((8, 128),), "float32", 7, 2) == "transposed"
+    monkeypatch.setattr(fastest_layout, "_fastest_seconds", seconds)
+    assert fastest_layout._fastest_layout(((8, 128),), "float32", 7, 2) == "transposed"
 
 
 FIRST = {"plain": 9.0, "tiles": 1.0, "transposed": 8.0}
@@ -372,21 +372,21 @@ THEN = {"plain": 1.0, "tiles": 9.0, "transposed": 8.0}
 )
 def test_a_damaged_file_is_measured_anew(kept, monkeypatch, content):
     kind = ((8, 128),), "bfloat16", 7, 3
-    monkeypatch.setattr(matrix_layout, "_fastest_seconds", lambda *_: FIRST)
-    assert matrix_layout._fastest_layout(*kind) == "tiles"
+    monkeypatch.setattr(fastest_layout, "_fastest_seconds", lambda *_: FIRST)
+    assert fastest_layout._fastest_layout(*kind) == "tiles"
     (file,) = kept.iterdir()
     file.write_bytes(content.encode() if isinstance(content, str) else content)
-    monkeypatch.setattr(matrix_layout, "_fastest_seconds", lambda *_: THEN)
-    matrix_layout._fastest_layout.cache_clear()
-    assert matrix_layout._fastest_layout(*kind) == "plain"
+    monkeypatch.setattr(fastest_layout, "_fastest_seconds", lambda *_: THEN)
+    fastest_layout._fastest_layout.cache_clear()
+    assert fastest_layout._fastest_layout(*kind) == "plain"
     assert json.loads(file.read_text())["seconds"] == THEN
     assert json.loads(file.read_text())["about"]["rows"] == "7"
 
 
 def test_a_folder_that_cannot_be_written(kept, monkeypatch):
     kept.parent.write_text("a file in its place")
-    monkeypatch.setattr(matrix_layout, "_fastest_seconds", lambda *_: FIRST)
-    assert matrix_layout._fastest_layout(((8, 128),), "bfloat16", 7, 3) == "tiles"
+    monkeypatch.setattr(fastest_layout, "_fastest_seconds", lambda *_: FIRST)
+    assert fastest_layout._fastest_layout(((8, 128),), "bfloat16", 7, 3) == "tiles"
 
 
 def test_a_user_without_a_home(kept, monkeypatch):
@@ -395,8 +395,8 @@ def test_a_user_without_a_home(kept, monkeypatch):
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(user_cache.Path, "home", no_home)
-    monkeypatch.setattr(matrix_layout, "_fastest_seconds", lambda *_: FIRST)
-    assert matrix_layout._fastest_layout(((8, 128),), "bfloat16", 7, 3) == "tiles"
+    monkeypatch.setattr(fastest_layout, "_fastest_seconds", lambda *_: FIRST)
+    assert fastest_layout._fastest_layout(((8, 128),), "bfloat16", 7, 3) == "tiles"
 
 
 def test_all_layouts_are_measured_in_fact(kept):
@@ -404,13 +404,13 @@ def test_all_layouts_are_measured_in_fact(kept):
     if native_code.load() is None:
         pytest.skip("there is no C++ compiler")
     for dtype in ("float32", "bfloat16"):
-        layout = matrix_layout._fastest_layout(((8, 128), (16, 60)), dtype, 3, 2)
+        layout = fastest_layout._fastest_layout(((8, 128), (16, 60)), dtype, 3, 2)
         assert layout in ("plain", "tiles", "transposed")
     assert len(list(kept.iterdir())) == 2
 
 
 def test_the_slower_form_is_recognized(monkeypatch):
-    multiply = matrix_layout.product_of_layout
+    multiply = fastest_layout.product_of_layout
 
     def slowly(x, w):
         def again(_, y):
@@ -419,8 +419,8 @@ def test_the_slower_form_is_recognized(monkeypatch):
         first = multiply(x, w)
         return first if w.ndim == 2 else jax.lax.fori_loop(0, 20, again, first)
 
-    monkeypatch.setattr(matrix_layout, "product_of_layout", slowly)
-    monkeypatch.setattr(matrix_layout, "READ_BYTES", 0)
+    monkeypatch.setattr(fastest_layout, "product_of_layout", slowly)
+    monkeypatch.setattr(fastest_layout, "READ_BYTES", 0)
     shapes = (256, 512), (512, 256)
-    found = matrix_layout._fastest_seconds(["transposed", "plain"], shapes, "float32", 8, 2)
+    found = fastest_layout._fastest_seconds(["transposed", "plain"], shapes, "float32", 8, 2)
     assert 0 < found["plain"] < found["transposed"]
