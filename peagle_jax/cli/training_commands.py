@@ -125,6 +125,8 @@ def join_processes(coordinator: str | None, process: str | None) -> None:
     """
     import jax
 
+    from peagle_jax.train.process_watch import watch_processes
+
     if coordinator is None or (coordinator != "auto") != (process is not None):
         rule = "give --coordinator HOST:PORT together with --process I/N, or --coordinator auto"
         got = f"--coordinator {coordinator}, --process {process}"
@@ -148,6 +150,8 @@ def join_processes(coordinator: str | None, process: str | None) -> None:
         next_step = "start all processes with the same --coordinator, and N of them"
         got = str(error).partition("\n")[0]
         raise InputError("--coordinator", "all processes must come", got, next_step) from None
+    if jax.process_count() > 1:
+        watch_processes()
 
 
 def regenerate(arguments: argparse.Namespace) -> int:

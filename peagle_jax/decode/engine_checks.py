@@ -37,6 +37,7 @@ def check_drafter(drafter: Drafter | None, num_tree_nodes: int | None, adaptive_
         next_step = "use a P-EAGLE head, or leave out num_tree_nodes for a chain"
         raise InputError("num_tree_nodes", rule, got, next_step)
     if num_tree_nodes is not None and isinstance(drafter, ParallelDrafter):
+        check_is_not_wider(drafter.k, num_tree_nodes, drafter.config.draft_vocab)
         if drafter.config.markov_rank is None:
             check_num_paths(drafter.k, num_tree_nodes)
     if num_tree_nodes is not None and synthetic_rates(drafter) is not None:
@@ -61,6 +62,21 @@ def check_num_nodes(num_tree_nodes: int | None) -> None:
     if num_tree_nodes is not None and num_tree_nodes > MAX_TREE_NODES:
         rule = f"at most {MAX_TREE_NODES} drafts in a tree, as its paths are too many beyond"
         raise InputError("num_tree_nodes", rule, num_tree_nodes, "use 32")
+
+
+def check_is_not_wider(k: int, num_tree_nodes: int, draft_vocab: int) -> None:
+    """Raises InputError where a tree has more nodes than a vocabulary has paths of up to K tokens.
+
+    Of more than 16 tokens a tree may still have fewer nodes than it is asked for (`num_tree_nodes`
+    of decode/tree.py).
+    """
+    num_nodes = 0
+    for depth in range(1, k + 1):
+        num_nodes += draft_vocab**depth
+        if num_nodes >= num_tree_nodes:
+            return
+    rule = f"a tree of {draft_vocab} tokens and K = {k} has at most {num_nodes:,} nodes"
+    raise InputError("num_tree_nodes", rule, num_tree_nodes, f"use at most {num_nodes:,}")
 
 
 def check_num_paths(k: int, num_tree_nodes: int) -> None:

@@ -351,3 +351,13 @@ def test_mistakes(method, nodes, rule):
     with pytest.raises(InputError, match="got plain decoding"):
         generate(tiny.target(), None, [[1]], num_tree_nodes=4, max_new_tokens=9)
     assert DecodeSpec(tiny.target().graph, tiny.target().config, None, True).num_drafts == 0
+
+
+def test_a_tree_wider_than_the_vocabulary():
+    """Of 7 tokens there are 7 and 49 paths."""
+    head = tiny.head(draft_vocab=7)
+    Engine(tiny.target(), make_drafter(head, 2), head.params, num_tree_nodes=56)
+    for k, most in ((1, 7), (2, 56)):
+        rule = f"a tree of 7 tokens and K = {k} has at most {most} nodes; got {most + 1}; use at m"
+        with pytest.raises(InputError, match=f"num_tree_nodes: {rule}"):
+            Engine(tiny.target(), make_drafter(head, k), head.params, num_tree_nodes=most + 1)
