@@ -108,7 +108,8 @@ def _section(findings: Findings, pictures: Path) -> str:
         parts.append(markdown(positions))
     everywhere = chances(findings, intervals=False)
     if len(everywhere[0]) > 2:
-        parts += [textwrap.fill(f"{CHANCES}:", COLUMNS), markdown(everywhere)]
+        equal = 'and "=" where the 95 % interval of that difference alone has 0'
+        parts += [textwrap.fill(f"{CHANCES}, {equal}:", COLUMNS), markdown(everywhere)]
     others = other_measurements(findings)
     if len(others[0]) > 1:
         parts += ["Acceptance length, other measurements:", markdown(others)]

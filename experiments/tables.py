@@ -115,7 +115,9 @@ def power_note(findings: Findings) -> str:
 def _p(p: float | None) -> str:
     if p is None:
         return ""
-    return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+    if p < 0.001:
+        return "< 0.001"
+    return f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
 def _variant_cells(variant: Finding, findings: Findings) -> list[str]:

@@ -194,7 +194,8 @@ def _parse_ks(text: str) -> tuple[list[int], bool]:
 
 def _parse_trees(text: str | None, ks: Sequence[int]) -> list[int]:
     """The numbers of --num-tree-nodes."""
-    from peagle_jax.decode.engine_checks import check_num_nodes
+    from peagle_jax.decode.engine_checks import check_is_not_wider, check_num_nodes
+    from peagle_jax.decode.tree import MAX_WIDTH
 
     if text is None:
         return []
@@ -203,6 +204,7 @@ def _parse_trees(text: str | None, ks: Sequence[int]) -> list[int]:
         raise InputError("--num-tree-nodes", rule, "-k auto", "give -k 7,auto")
     trees = parse_numbers("--num-tree-nodes", text)
     check_num_nodes(max(trees))
+    check_is_not_wider(min(ks), max(trees), MAX_WIDTH)
     return trees
 
 

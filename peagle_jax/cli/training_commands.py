@@ -150,8 +150,7 @@ def join_processes(coordinator: str | None, process: str | None) -> None:
         next_step = "start all processes with the same --coordinator, and N of them"
         got = str(error).partition("\n")[0]
         raise InputError("--coordinator", "all processes must come", got, next_step) from None
-    if jax.process_count() > 1:
-        watch_processes()
+    watch_processes()
 
 
 def regenerate(arguments: argparse.Namespace) -> int:

@@ -249,8 +249,8 @@ class KChooser:
         # of an engine's first steps, too, where the engine before waited for long
         is_waiting = self.k == 0 and (self._total > 0 or self._wait > FIRST_WAIT)
         if is_waiting:
-            # Not sooner, whatever seems best: plain steps let everything be forgotten, and what is
-            # guessed then would end them soon.
+            # Not sooner, unless another batch is best drafted for: plain steps let everything be
+            # forgotten, and what is guessed then would end them soon.
             is_over = self._plain_steps >= self._wait or (best and is_other_batch)
             if is_over and self._is_affordable(best_draft):
                 self._take(best_draft, PROBE_STEPS)

@@ -8,7 +8,7 @@ import jax
 
 from peagle_jax.decode.confidence import check_calibrated
 from peagle_jax.decode.drafters import METHODS, Drafter, ParallelDrafter, synthetic_rates
-from peagle_jax.decode.tree import num_paths
+from peagle_jax.decode.tree import MAX_WIDTH, num_paths
 from peagle_jax.free_memory import is_out_of_memory
 from peagle_jax.types import InputError
 
@@ -65,17 +65,16 @@ def check_num_nodes(num_tree_nodes: int | None) -> None:
 
 
 def check_is_not_wider(k: int, num_tree_nodes: int, draft_vocab: int) -> None:
-    """Raises InputError where a tree has more nodes than a vocabulary has paths of up to K tokens.
+    """Raises InputError where there are not as many nodes as a tree is to have.
 
-    Of more than 16 tokens a tree may still have fewer nodes than it is asked for (`num_tree_nodes`
-    of decode/tree.py).
+    A node has at most MAX_WIDTH continuations, or as many as the draft vocabulary has tokens.
     """
-    num_nodes = 0
+    width, num_nodes = min(draft_vocab, MAX_WIDTH), 0
     for depth in range(1, k + 1):
-        num_nodes += draft_vocab**depth
+        num_nodes += width**depth
         if num_nodes >= num_tree_nodes:
             return
-    rule = f"a tree of {draft_vocab} tokens and K = {k} has at most {num_nodes:,} nodes"
+    rule = f"with K = {k} and {width} continuations of a draft there are {num_nodes:,} nodes"
     raise InputError("num_tree_nodes", rule, num_tree_nodes, f"use at most {num_nodes:,}")
 
 

@@ -145,11 +145,11 @@ class MeasuredTimes:
         self.cost, self.decoded, self.decoded_here = cost, 0.0, 0.0
         self._count()
 
-    def allow_a_round(self) -> bool:
+    def is_round_due(self) -> bool:
         """Whether enough was decoded for a further round, where nothing has to be compiled."""
         return self.decoded >= self.cost / PART_OF_TIME
 
-    def allow_compiling(self) -> bool:
+    def may_compile(self) -> bool:
         """Whether enough was decoded for one that compiles."""
         return self.decoded_here >= max(COMPILING_WAITS, self.compiling / PART_OF_TIME)
 
@@ -233,7 +233,7 @@ class StepTimes:
         """Whether to measure although something is known."""
         if not is_own:
             return self._num_steps[name] >= STEPS_BEFORE_MEASURING
-        return known.allow_a_round() and (all(map(is_compiled, ks)) or known.allow_compiling())
+        return known.is_round_due() and (all(map(is_compiled, ks)) or known.may_compile())
 
     def _measure(
         self,

@@ -297,15 +297,20 @@ class _Spelling:
     texts: int = 0
     conversations: int = 0
     first: str = ""
+    _last: str = ""
 
     def look(self, document: Document) -> None:
+        """Counts a document. Answers of one conversation that are read apart follow each other."""
         if self.pattern is None or (document.is_plain and document.special_tokens):
             return
-        if spelled := spelled_special_token(self.pattern, document):
-            self.texts += document.is_plain
-            self.conversations += not document.is_plain
-            if not (document.is_plain or self.first):
-                self.first = f"{document.name} with {spelled}"
+        if not (spelled := spelled_special_token(self.pattern, document)):
+            return
+        if document.is_plain:
+            self.texts += 1
+        elif document.from_name != self._last:
+            self.conversations += 1
+            self._last = document.from_name
+            self.first = self.first or f"{document.from_name} with {spelled}"
 
 
 def _write_documents(

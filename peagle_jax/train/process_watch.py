@@ -8,31 +8,26 @@ life every few seconds, and reads those of the others.
 import atexit
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax._src import distributed  # where Orbax and Flax, too, find the processes' common notes
 
-BEAT_SECONDS, SILENT_SECONDS = 2.0, 20.0
-NEXT_STEP = "look at what it says, and start all again: they go on from the last checkpoint"
+BEAT_SECONDS = 2.0
+# A process is silent after so many beats of another one without a new sign. They are counted, and
+# no seconds: a machine that stood still, and all processes with it, has missed no beat.
+SILENT_BEATS = 10
+FOLDER = "peagle_jax/signs_of_life/"
+NEXT_STEP = "look at what it says; when all have ended, the same commands go on"
 
 
-def watch_processes(say: Callable[[str], None] | None = None) -> None:
-    """Begins to watch, in a thread, until this process ends.
-
-    Args:
-      say: is told of a process that is silent, once; None: a line on stderr.
-    """
+def watch_processes() -> None:
+    """Begins to watch, in a thread, until this process ends. JAX's processes have joined before."""
+    state = distributed.global_state
     ended = threading.Event()
     atexit.register(ended.set)  # before JAX leaves the others, whose signs end then
-    client, number, count = (
-        distributed.global_state.client,
-        jax.process_index(),
-        jax.process_count(),
-    )
-    arguments = client, number, count, say or _say_on_stderr, ended
+    arguments = state.client, state.process_id, state.num_processes, _say_on_stderr, ended
     threading.Thread(target=_watch, args=arguments, name="process watch", daemon=True).start()
 
 
@@ -43,48 +38,34 @@ def _say_on_stderr(line: str) -> None:
 def _watch(
     client: Any, number: int, count: int, say: Callable[[str], None], ended: threading.Event
 ) -> None:
-    """Leaves signs and reads those of the others, until `ended` is set or one of them is silent.
+    """Leaves signs and reads those of the others, until `ended` is set. Names each at most once.
 
     Args:
       client: of the processes' common notes.
       number, count: of this process, from 0, and of all.
     """
-    began = time.monotonic()
-    others = [i for i in range(count) if i != number]
-    last_signs: dict[int, tuple[str, float]] = {i: ("", began) for i in others}
+    signs: dict[str, str] = {}
+    beats_without = dict.fromkeys(set(range(count)) - {number}, 0)
     beat = 0
     while not ended.wait(BEAT_SECONDS):
         beat += 1
         try:
-            client.key_value_set(_key(number), str(beat), allow_overwrite=True)
-            for i in others:
-                sign, now = _read(client, i), time.monotonic()
-                if sign != last_signs[i][0]:
-                    last_signs[i] = sign, now
-                elif now - last_signs[i][1] > SILENT_SECONDS and not ended.is_set():
-                    silent = f"not heard of for {now - last_signs[i][1]:.0f} s"
-                    say(_line(i, count, silent))
-                    return
+            client.key_value_set(f"{FOLDER}{number}", str(beat), allow_overwrite=True)
+            newest = dict(client.key_value_dir_get(FOLDER))
         except jax.errors.JaxRuntimeError:
             if not ended.is_set():
                 say(_line(0, count, "not reached, where all processes meet"))
             return
+        for other in sorted(beats_without):
+            key = f"{FOLDER}{other}"
+            is_new = newest.get(key) != signs.get(key)
+            beats_without[other] = 0 if is_new else beats_without[other] + 1
+            if beats_without[other] == SILENT_BEATS and not ended.is_set():
+                seconds = SILENT_BEATS * BEAT_SECONDS
+                say(_line(other, count, f"not heard of for {seconds:.0f} s"))
+        signs = newest
 
 
 def _line(number: int, count: int, got: str) -> str:
-    name = f"--process {number + 1}/{count}"
-    return f"{name}: all processes must live until training ends; got {got}; {NEXT_STEP}"
-
-
-def _key(number: int) -> str:
-    return f"peagle_jax/signs_of_life/{number}"
-
-
-def _read(client: Any, number: int) -> str:
-    """The last sign of a process; empty before its first."""
-    try:
-        return client.key_value_try_get(_key(number))
-    except jax.errors.JaxRuntimeError as error:
-        if "NOT_FOUND" in str(error):
-            return ""
-        raise
+    rule = "all processes must live until training ends"
+    return f"--process {number + 1}/{count}: {rule}; got {got}; {NEXT_STEP}"

@@ -87,8 +87,8 @@ def accuracy_by_depth(rows: Sequence[Mapping]) -> list[tuple[np.ndarray, np.ndar
 
 def draw_memory(path: Path) -> None:
     """Memory of a step by the tokens of a row, and of a corpus by its conversations."""
-    steps = newest(read(ROOT / "results/training_memory.jsonl"), "training_memory", "tokens")
-    steps = [row for row in steps if "recipe" not in row]
+    steps = read(ROOT / "results/training_memory.jsonl")
+    steps = newest([r for r in steps if "recipe" not in r], "training_memory", "tokens")
     corpora = read(ROOT / "results/corpus_memory.jsonl")
     corpora = [row for row in corpora if row["format"] == "jsonl"]
     corpora = newest(corpora, "corpus_memory", "conversations")
@@ -107,7 +107,7 @@ def draw_memory(path: Path) -> None:
                 color=COLORS["peagle" if style == "o-" else "none"],
                 label=name,
             )
-        least = min(row["compiled"] for row in steps) / MB
+        least = steps[0]["compiled"] / MB
         left.plot(
             tokens,
             least * tokens / tokens[0],

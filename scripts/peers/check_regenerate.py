@@ -113,7 +113,10 @@ def serving(vllm: Path, target: Path, log: Path) -> Iterator[str]:
         yield url
     finally:
         server.terminate()
-        server.wait(60)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
 
 
 def answers(url: str) -> bool:
@@ -137,8 +140,10 @@ def regenerate(target: Path, data: Path, out: Path, limit: int, *options: str) -
     began = time.perf_counter()
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
+        print(done.stderr, file=sys.stderr)
         lines = done.stderr.strip().splitlines()
-        raise InputError("peagle regenerate", "must write all turns", lines[-1:], "see above")
+        got = lines[-1] if lines else f"exit code {done.returncode}"
+        raise InputError("peagle regenerate", "must write all turns", got, "see what it says above")
     return time.perf_counter() - began
 
 

@@ -195,16 +195,19 @@ def rows_of(
 
 
 def add_counters_of_vllm(rows: Sequence[dict]) -> None:
-    """Says in every row whether its counters are those of vLLM's row: None where one has none."""
+    """Says in every row whether its counters are those of vLLM's row with the same method.
+
+    None where vLLM has none, and where one of the two has not all texts: counters then differ, too.
+    """
     of_vllm = rows_of_vllm(rows)
     for row in rows:
-        theirs = of_vllm.get((row["method"], row["dtype"], row["batch_size"]), row)
-        ours, wanted = (
-            (r["num_drafts"], r["num_accepted_per_pos"] and list(r["num_accepted_per_pos"]))
-            for r in (row, theirs)
-        )
-        is_known = row["engine"] != "vllm" and theirs is not row and None not in (*ours, *wanted)
-        row["counters_of_vllm"] = ours == wanted if is_known else None
+        theirs = of_vllm.get((row["method"], row["dtype"], row["batch_size"]))
+        row["counters_of_vllm"] = None
+        if theirs is None or row["engine"] == "vllm" or row["num_drafts"] is None:
+            continue
+        if all(one["same"] == one["num_prompts"] for one in (row, theirs)):
+            names = "num_drafts", "num_accepted_per_pos"
+            row["counters_of_vllm"] = all(row[name] == theirs[name] for name in names)
 
 
 def rows_of_vllm(rows: Sequence[dict]) -> dict[tuple, dict]:
@@ -214,8 +217,7 @@ def rows_of_vllm(rows: Sequence[dict]) -> dict[tuple, dict]:
 
 def disagrees(row: dict) -> bool:
     """Whether a float32 row has other texts, or of the same texts other counters than vLLM."""
-    has_all_texts = row["same"] == row["num_prompts"]
-    other_counters = has_all_texts and row["counters_of_vllm"] is False
+    other_counters = row["counters_of_vllm"] is False
     return row["dtype"] == "float32" and bool(row["different"] or other_counters)
 
 

@@ -107,6 +107,10 @@ DECODING = {
         f"{ASK} --drafter {{peagle}} -k 11 --num-tree-nodes 256",
         ["num_tree_nodes: at most 100,000 paths", "with 256 nodes and K = 11; use 32, or a lower"],
     ),
+    "a tree that is wider than K allows": (
+        f"{ASK} --drafter {{peagle}} -k 1 --num-tree-nodes 17",
+        ["num_tree_nodes: with K = 1 and 16 continuations", "got 17; use at most 16"],
+    ),
     "options of no chat": (
         f"{ASK} --chat-template-kwargs {{{{}}}}",
         ["--chat-template-kwargs: are of chats; got a text to continue; give them as messages"],
@@ -151,6 +155,10 @@ BENCHES = {
     "one new token": (f"{BENCH} --max-new-tokens 1", ["ask for 2 or more"]),
     "bad list of K": (f"{BENCH} -k 1,x", ["--num-speculative-tokens", "1,x"]),
     "a tree with no K": (f"{BENCH} -k auto --num-tree-nodes 8", ["--num-tree-nodes", "-k 7,auto"]),
+    "a tree that is wider than K = 1 allows": (
+        f"{BENCH} -k 1,5 --num-tree-nodes 8,32",
+        ["num_tree_nodes: with K = 1 and 16 continuations of a draft there are 16 nodes; got 32"],
+    ),
     "a tree of drafts at given rates": (
         f"{BENCH} -k 2 --num-tree-nodes 8 --synthetic-acceptance peagle=60,40",
         ["--num-tree-nodes", "a chain; got --synthetic-acceptance, too"],

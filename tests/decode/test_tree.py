@@ -353,11 +353,13 @@ def test_mistakes(method, nodes, rule):
     assert DecodeSpec(tiny.target().graph, tiny.target().config, None, True).num_drafts == 0
 
 
-def test_a_tree_wider_than_the_vocabulary():
-    """Of 7 tokens there are 7 and 49 paths."""
-    head = tiny.head(draft_vocab=7)
-    Engine(tiny.target(), make_drafter(head, 2), head.params, num_tree_nodes=56)
-    for k, most in ((1, 7), (2, 56)):
-        rule = f"a tree of 7 tokens and K = {k} has at most {most} nodes; got {most + 1}; use at m"
-        with pytest.raises(InputError, match=f"num_tree_nodes: {rule}"):
-            Engine(tiny.target(), make_drafter(head, k), head.params, num_tree_nodes=most + 1)
+@pytest.mark.parametrize("draft_vocab, width", [(7, 7), (41, 16)])
+def test_a_tree_wider_than_the_vocabulary(draft_vocab, width):
+    """Or than the tokens of a position that trees choose from."""
+    head = tiny.head(draft_vocab=draft_vocab)
+    for k, most in ((1, width), (2, width + width**2)):
+        rule = rf"with K = {k} and {width} continuations of a draft there are {most} nodes; got"
+        if most < 256:  # the most that trees have
+            Engine(tiny.target(), make_drafter(head, k), head.params, num_tree_nodes=most)
+            with pytest.raises(InputError, match=f"num_tree_nodes: {rule} {most + 1}; use at m"):
+                Engine(tiny.target(), make_drafter(head, k), head.params, num_tree_nodes=most + 1)

@@ -21,18 +21,21 @@ def rows():
 
 def test_the_table_of_heads(rows):
     table = one_page.heads_table(rows)
-    assert len(table) == 1 + len(one_page.HEADS) and not table[1][4]
+    assert len(table) == 1 + len(one_page.HEADS) and not table[1][4] and table[2][4]
     text = PAGE.read_text(encoding="utf-8")
     shown = re.search(rf"<!-- {one_page.MARKER}: [^\n]*-->\n(.*?)\n<!-- end -->", text, re.DOTALL)
     assert shown and shown[1] == markdown(table)
 
 
-def test_heads_of_other_targets_do_not_stand_in_one_table(rows):
+def test_heads_of_other_targets_do_not_stand_in_one_table(rows, monkeypatch):
     other = [dict(row) for row in rows]
     last = next(row for row in other if row["variant"] == "twice the steps")
     last["target_digest"] = "another"
     with pytest.raises(ValueError, match="rows are of 2 targets"):
         one_page.heads_table(other)
+    monkeypatch.setattr(one_page, "LARGEST_P", 1e-4)
+    with pytest.raises(ValueError, match="a difference has p above"):
+        one_page.heads_table(rows)
     few = [row for row in rows if row["experiment"] != "warm_start"]
     with pytest.raises(ValueError, match="no rows of trained for twice the steps"):
         one_page.heads_table(few)

@@ -6,63 +6,81 @@ import jax
 import pytest
 
 from peagle_jax.train import process_watch
+from peagle_jax.train.process_watch import FOLDER, SILENT_BEATS
 
 
 class Notes:
-    """The common notes of three processes, of which this is the second."""
+    """The common notes of three processes, of which this is the second, and the thread's event.
 
-    def __init__(self, alive: set[int], *, until: int = 10**9) -> None:
-        self.alive, self.until, self.kept, self.calls = alive, until, {}, 0
+    Args:
+      alive: those of the others that leave signs.
+      beats: of this process, after which the watch is ended.
+      lost_after: beats after which nothing can be read any more.
+      returns_at: the beat from which on all leave signs.
+      ends_itself: the process ends while it waits for the notes.
+    """
+
+    def __init__(self, alive, beats, *, lost_after=10**9, returns_at=10**9, ends_itself=False):
+        self.alive, self.beats, self.lost_after = alive, beats, lost_after
+        self.returns_at, self.ends_itself = returns_at, ends_itself
+        self.kept: dict[str, str] = {}
+        self.ended = threading.Event()
+        self.beat = 0
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        assert allow_overwrite and key.endswith("/1")
-        self.calls += 1
-        if self.calls > self.until:
-            raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection lost")
-        self.kept[key] = value
+        assert allow_overwrite and key == f"{FOLDER}1"
+        self.kept[key], self.beat = value, int(value)
 
-    def key_value_try_get(self, key: str) -> str:
-        number = int(key.rpartition("/")[2])
-        if number not in self.alive and key not in self.kept:
-            raise jax.errors.JaxRuntimeError("NOT_FOUND: no such key")
-        return str(self.calls) if number in self.alive else self.kept[key]
+    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        assert folder == FOLDER
+        alive = {0, 2} if self.beat >= self.returns_at else self.alive
+        self.kept |= {f"{FOLDER}{i}": str(self.beat) for i in alive}
+        if self.ends_itself and self.beat >= self.beats:
+            self.ended.set()
+        if self.beat > self.lost_after:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection lost")
+        if self.beat > self.beats:
+            self.ended.set()
+        return list(self.kept.items())
+
+
+def watch(notes: Notes) -> list[str]:
+    said: list[str] = []
+    process_watch._watch(notes, 1, 3, said.append, notes.ended)
+    return said
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(process_watch, "BEAT_SECONDS", 0.002)
-    monkeypatch.setattr(process_watch, "SILENT_SECONDS", 0.1)
-
-
-def watch(notes: Notes, seconds: float) -> list[str]:
-    """What is said within some seconds."""
-    said, ended = [], threading.Event()
-    arguments = notes, 1, 3, said.append, ended
-    thread = threading.Thread(target=process_watch._watch, args=arguments, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    ended.set()
-    thread.join(5)
-    assert not thread.is_alive()
-    return said
+    monkeypatch.setattr(process_watch, "BEAT_SECONDS", 0.0)
 
 
 def test_nobody_is_named_while_all_live():
-    notes = Notes({0, 2})
-    assert watch(notes, 0.5) == [] and notes.calls > 10
+    notes = Notes({0, 2}, 50)
+    assert watch(notes) == [] and notes.kept[f"{FOLDER}1"] == "51"
 
 
 @pytest.mark.parametrize("dead", [0, 2])
-def test_one_that_is_silent(dead):
-    said = watch(Notes({0, 2} - {dead}), 5)
+def test_one_that_is_silent_is_named_once(dead, monkeypatch):
+    """And this process goes on to leave signs: the others would name it."""
+    monkeypatch.setattr(process_watch, "BEAT_SECONDS", 0.001)
+    notes = Notes({0, 2} - {dead}, 5 * SILENT_BEATS)
+    said = watch(notes)
     assert len(said) == 1 and said[0].startswith(f"--process {dead + 1}/3: all processes must live")
     assert "got not heard of for 0 s; look at" in said[0]
+    assert notes.beat == 5 * SILENT_BEATS + 1
+
+
+def test_one_that_was_slow_is_not_named():
+    assert watch(Notes({0}, 40, returns_at=SILENT_BEATS)) == []
+    assert len(watch(Notes({0}, 40, returns_at=SILENT_BEATS + 1))) == 1
 
 
 def test_the_first_one_is_gone():
-    (said,) = watch(Notes({0, 2}, until=3), 5)
+    (said,) = watch(Notes({0, 2}, 50, lost_after=3))
     assert said.startswith("--process 1/3: ") and "got not reached, where all" in said
 
 
 def test_a_process_that_ends_names_nobody():
-    assert watch(Notes({0}), 0.02) == []
+    assert watch(Notes({0}, SILENT_BEATS, ends_itself=True)) == []
+    assert watch(Notes({0, 2}, 5, lost_after=4, ends_itself=True)) == []
