@@ -99,6 +99,7 @@ SLOW: dict[str, str] = {
     "tests/train/test_designs.py::test_packed_loss*": "34 s",
     "tests/train/test_designs.py::test_what_is_learned*": "9 s",
     "tests/train/test_eagle_loss.py::test_how*": "9 s",
+    "tests/train/test_kills.py::test_two_processes*": "176 s",
     "tests/train/test_losses.py::test_both_trainings*": "6 s",
     "tests/train/test_losses_of_rows.py::test_alignment*": "11 s",
     "tests/train/test_losses_of_rows.py::test_packed_documents*": "15 s",
@@ -183,7 +184,6 @@ LONG: dict[str, str] = {
     "tests/train/test_corpus_store.py::test_a_damaged_store*": "9 s",
     "tests/train/test_feature_noise.py::test_dropout*": "7 s",
     "tests/train/test_feature_noise.py::test_without_noise*": "5 s",
-    "tests/train/test_kills.py::test_two_processes*": "176 s; `.ci/run` kills training as well",
     "tests/train/test_mesh.py::test_a_run_goes_on*[[]1-8[]]": "59 s",
 }
 

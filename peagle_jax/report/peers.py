@@ -72,13 +72,17 @@ def _comparisons(path: Path, dtype: str, stream: bool) -> list[dict]:
     return [row for row in rows if row.get("vllm_compiled", option in row["command"])]
 
 
-def ratios(rows: Sequence[dict], where: str | None = None) -> str:
+def ratios(
+    rows: Sequence[dict], where: str | None = None, beside: Sequence[dict] | None = None
+) -> str:
     """A sentence to follow `caption`: our speed over vLLM's, at every batch size.
 
     It leaves out methods that were not timed at all of them.
 
     Args:
       where: its first words; None for the device.
+      beside: other rows; if P-EAGLE accepted another number of tokens there, the sentence says how
+        many here, for the packaged head was another one then. None: it does not.
     """
     batches = sorted({row["batch_size"] for row in rows})
     parts = []
@@ -90,10 +94,19 @@ def ratios(rows: Sequence[dict], where: str | None = None) -> str:
     commit = f"commit {rows[0]['commit']}"
     if not any(row.get("vllm_preload") for row in rows):
         commit += ", vLLM without tcmalloc"
+    here, there = _length_of_peagle(rows), _length_of_peagle(beside or ())
+    if here is not None and there is not None and abs(here - there) > 0.05:
+        commit += f", a P-EAGLE head of length {here:.2f}, not {there:.2f}"
     return (
         f"{where or 'On ' + rows[0]['device']} ({commit}) at batch "
         f"{' and '.join(map(str, batches))}: {', '.join(parts)}."
     )
+
+
+def _length_of_peagle(rows: Sequence[dict]) -> float | None:
+    """The acceptance length of our P-EAGLE rows; None where there is none."""
+    of_ours = (r for r in rows if (r["engine"], r["method"]) == ("peagle_jax", "peagle"))
+    return next((row["acceptance_length"] for row in of_ours if row.get("acceptance_length")), None)
 
 
 def _ratios(rows: Sequence[dict], method: str) -> dict[int, float]:

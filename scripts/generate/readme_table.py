@@ -120,7 +120,8 @@ def peers_block() -> str:
     header, *lines = peers.table(rows)
     table_lines = [_row(header), _row(["---"] * len(header)), *map(_row, lines)]
     here, *elsewhere = peers.newest_of_devices(path).values()
-    sentences = [peers.caption(here), *map(peers.ratios, elsewhere)]
+    sentences = [peers.caption(here)]
+    sentences += [peers.ratios(rows, beside=here) for rows in elsewhere]
     for device, others in peers.newest_of_devices(path, stream=True).items():
         where = f"Where both hand out the tokens of every step, on {short_name(device)}"
         sentences.append(peers.ratios(others, where))

@@ -183,6 +183,14 @@ def test_vllm_without_its_compiler_is_another_comparison(tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in [*best, *rows[2:]]))
     assert peers.newest_of_devices(file) == {here: best, "Old CPU": [rows[5]]}
     assert "(commit abc1234) at batch 1" in peers.ratios(best)
+    # the packaged head was another one then
+    length = {"k": 7, "acceptance_length": 4.0}
+    ours = peer_row("peagle_jax", "peagle", 1, 400.0, **length)
+    theirs = peer_row("vllm", "peagle", 1, 100.0, **length)
+    for other, said in ((4.04, ""), (4.6, ", a P-EAGLE head of length 4.00, not 4.60")):
+        beside = [ours | {"acceptance_length": other}]
+        text = peers.ratios([ours, theirs], beside=beside)
+        assert f"(commit {ours['commit']}, vLLM without tcmalloc{said})" in text
     assert peers.ratios(rows[2:4], "Compiled") == (
         "Compiled (commit def5678, vLLM without tcmalloc) at batch 1: plain decoding 2.50x."
     )
