@@ -32,6 +32,7 @@ def train(arguments: argparse.Namespace) -> int:
     from peagle_jax.train.mesh import is_first_process
     from peagle_jax.train.overrides import apply_overrides
     from peagle_jax.train.pretrain import train_lm
+    from peagle_jax.train.process_watch import watched_processes
 
     if arguments.coordinator is not None or arguments.process is not None:
         join_processes(arguments.coordinator, arguments.process)
@@ -45,10 +46,11 @@ def train(arguments: argparse.Namespace) -> int:
         raise InputError("--devices", "belongs to --dry-run", arguments.devices, next_step)
     if arguments.dry_run:
         return print_plan(run, arguments.devices)
-    if isinstance(run, LmRun):
-        result = train_lm(run, say_once())
-    else:
-        result = train_head(cast(HeadRun, run), say_once())
+    with watched_processes():
+        if isinstance(run, LmRun):
+            result = train_lm(run, say_once())
+        else:
+            result = train_head(cast(HeadRun, run), say_once())
     if is_first_process():
         print_facts(vars(result))
     return 0
@@ -125,8 +127,6 @@ def join_processes(coordinator: str | None, process: str | None) -> None:
     """
     import jax
 
-    from peagle_jax.train.process_watch import watch_processes
-
     if coordinator is None or (coordinator != "auto") != (process is not None):
         rule = "give --coordinator HOST:PORT together with --process I/N, or --coordinator auto"
         got = f"--coordinator {coordinator}, --process {process}"
@@ -150,7 +150,6 @@ def join_processes(coordinator: str | None, process: str | None) -> None:
         next_step = "start all processes with the same --coordinator, and N of them"
         got = str(error).partition("\n")[0]
         raise InputError("--coordinator", "all processes must come", got, next_step) from None
-    watch_processes()
 
 
 def regenerate(arguments: argparse.Namespace) -> int:

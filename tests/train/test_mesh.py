@@ -78,7 +78,8 @@ def evaluations(folder: Path, name: str) -> dict[str, np.ndarray]:
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     keys = ("held_out_loss", "held_out_accuracy", "expected_acceptance_length")
     rows = [row for row in rows if keys[0] in row]
-    return {key: np.array([row[key] for row in rows]) for key in keys if rows}
+    # a head of one step has no acceptance length to expect
+    return {key: np.array([row[key] for row in rows]) for key in keys if rows and key in rows[0]}
 
 
 def assert_same(folder: Path, name: str, other: str, tolerance: float = 1e-5) -> None:
@@ -253,7 +254,10 @@ def test_a_dead_process_ends_the_others(dead, corpus, target, tmp_path):
             process.communicate()
     assert time.monotonic() - killed_at < 60
     assert processes[1 - dead].returncode not in (0, -9)
-    assert f"peagle: --process {dead + 1}/2: all processes must live until" in error, error[-3000:]
+    # at the first one all meet, and without it JAX ends the others before they could say more
+    named = "peagle: --process 2/2: all processes must live until" if dead else "the leader task"
+    assert named in error, error[-3000:]
+    assert "Traceback" not in error
 
 
 @pytest.mark.long

@@ -76,11 +76,43 @@ def test_one_that_was_slow_is_not_named():
     assert len(watch(Notes({0}, 40, returns_at=SILENT_BEATS + 1))) == 1
 
 
-def test_the_first_one_is_gone():
-    (said,) = watch(Notes({0, 2}, 50, lost_after=3))
-    assert said.startswith("--process 1/3: ") and "got not reached, where all" in said
+def test_without_the_first_one_nothing_is_said():
+    """JAX has ended this process then."""
+    notes = Notes({0, 2}, 50, lost_after=3)
+    assert watch(notes) == [] and notes.beat == 4
+
+
+def lose(monkeypatch, alive: set[int], error: Exception) -> None:
+    """A computation that fails, with a watch of which the third process may be silent."""
+    state = process_watch.distributed.global_state
+    notes = Notes(alive, 10**6)
+    for name, value in (("client", notes), ("process_id", 1), ("num_processes", 3)):
+        monkeypatch.setattr(state, name, value)
+    monkeypatch.setattr(process_watch, "BEAT_SECONDS", 0.01)
+    try:
+        with process_watch.watched_processes():
+            raise error
+    finally:
+        notes.ended.set()
+
+
+def test_a_computation_that_fails_waits_for_the_name(monkeypatch, capsys):
+    lost = jax.errors.JaxRuntimeError("INTERNAL: Connection closed by peer")
+    with pytest.raises(SystemExit) as end:
+        lose(monkeypatch, {0}, lost)
+    said = capsys.readouterr().err
+    assert end.value.code == 1 and said.startswith("peagle: --process 3/3: ") and "\n" in said
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Connection closed"):
+        lose(monkeypatch, {0, 2}, lost)  # nobody has died
+    with pytest.raises(ValueError, match="of ours"):
+        lose(monkeypatch, {0}, ValueError("of ours"))
+    assert not capsys.readouterr().err
+
+
+def test_alone_nobody_is_watched():
+    with process_watch.watched_processes():
+        assert not [t for t in threading.enumerate() if t.name == "process watch" and t.is_alive()]
 
 
 def test_a_process_that_ends_names_nobody():
     assert watch(Notes({0}, SILENT_BEATS, ends_itself=True)) == []
-    assert watch(Notes({0, 2}, 5, lost_after=4, ends_itself=True)) == []
