@@ -45,10 +45,14 @@ def heads_table(rows: Sequence[Mapping]) -> Table:
     of: dict[tuple[str, str], list[Mapping]] = {}
     for row in rows:
         of.setdefault((row["experiment"], row["variant"]), []).append(row)
-    if missing := [name for name, *of_rows in HEADS if tuple(of_rows) not in of]:
-        raise ValueError(f"no rows of {', '.join(missing)}")
-    runs = [of[experiment, variant] for _, experiment, variant in HEADS]
-    targets = {row["target_digest"] for group in runs for row in group}
+    wanted = [(experiment, variant) for _, experiment, variant in HEADS]
+    references = list(REFERENCES.items())
+    if missing := [
+        f"{variant} ({name})" for name, variant in wanted + references if (name, variant) not in of
+    ]:
+        raise ValueError(f"there are no rows of {', '.join(dict.fromkeys(missing))}")
+    runs = [of[key] for key in wanted]
+    targets = {row["target_digest"] for key in wanted + references for row in of[key]}
     if len(targets) > 1:
         raise ValueError(f"rows are of {len(targets)} targets")
     compared = among_several(

@@ -64,7 +64,8 @@ def fill(readme: Path, rows: Sequence[Mapping], experiments: Mapping[str, Experi
         try:
             parts[one_page.MARKER] = markdown(one_page.heads_table(latest(rows)))
         except ValueError as error:
-            rule, next_step = "its heads must have been run on one target", "run them, see HEADS"
+            rule = "its heads must be of one target, and as sure as the page says"
+            next_step = "run what is missing, or change HEADS and the page"
             raise InputError("experiments/one_page.py", rule, error, next_step) from None
     for name in (*parts, *all_findings):
         _check_end(readme, text, name)
@@ -108,8 +109,10 @@ def _section(findings: Findings, pictures: Path) -> str:
         parts.append(markdown(positions))
     everywhere = chances(findings, intervals=False)
     if len(everywhere[0]) > 2:
-        equal = 'and "=" where the 95 % interval of that difference alone has 0'
-        parts += [textwrap.fill(f"{CHANCES}, {equal}:", COLUMNS), markdown(everywhere)]
+        equal = ', and "=" where the 95 % interval of that difference alone has 0'
+        has_equal = any("(=, " in cell for line in everywhere for cell in line)
+        title = CHANCES + equal * has_equal
+        parts += [textwrap.fill(f"{title}:", COLUMNS), markdown(everywhere)]
     others = other_measurements(findings)
     if len(others[0]) > 1:
         parts += ["Acceptance length, other measurements:", markdown(others)]

@@ -32,7 +32,7 @@ def train(arguments: argparse.Namespace) -> int:
     from peagle_jax.train.mesh import is_first_process
     from peagle_jax.train.overrides import apply_overrides
     from peagle_jax.train.pretrain import train_lm
-    from peagle_jax.train.process_watch import watched_processes
+    from peagle_jax.train.process_watch import ProcessDiedError, watched_processes
 
     if arguments.coordinator is not None or arguments.process is not None:
         join_processes(arguments.coordinator, arguments.process)
@@ -46,11 +46,14 @@ def train(arguments: argparse.Namespace) -> int:
         raise InputError("--devices", "belongs to --dry-run", arguments.devices, next_step)
     if arguments.dry_run:
         return print_plan(run, arguments.devices)
-    with watched_processes():
-        if isinstance(run, LmRun):
-            result = train_lm(run, say_once())
-        else:
-            result = train_head(cast(HeadRun, run), say_once())
+    try:
+        with watched_processes():
+            if isinstance(run, LmRun):
+                result = train_lm(run, say_once())
+            else:
+                result = train_head(cast(HeadRun, run), say_once())
+    except ProcessDiedError:  # which was said
+        return 1
     if is_first_process():
         print_facts(vars(result))
     return 0

@@ -307,10 +307,13 @@ class _Spelling:
             return
         if document.is_plain:
             self.texts += 1
-        elif document.from_name != self._last:
-            self.conversations += 1
-            self._last = document.from_name
-            self.first = self.first or f"{document.from_name} with {spelled}"
+            return
+        name = document.name
+        if document.only_last:  # "answers.jsonl:3, answer 2"
+            name = name.rpartition(", answer ")[0] or name
+        self.conversations += name != self._last
+        self.first = self.first or f"{name} with {spelled}"
+        self._last = name
 
 
 def _write_documents(

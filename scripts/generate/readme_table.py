@@ -124,7 +124,7 @@ def peers_block() -> str:
     sentences += [peers.ratios(rows, beside=here) for rows in elsewhere]
     for device, others in peers.newest_of_devices(path, stream=True).items():
         where = f"Where both hand out the tokens of every step, on {short_name(device)}"
-        sentences.append(peers.ratios(others, where))
+        sentences.append(peers.ratios(others, where, beside=here))
     caption = textwrap.wrap(" ".join(sentences), 100)
     return "\n".join([PEERS_BEGIN, *table_lines, "", *caption, PEERS_END])
 

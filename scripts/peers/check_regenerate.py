@@ -5,10 +5,10 @@
         [--num-conversations 200] [--max-new-tokens 48] [--record results/regeneration.jsonl]
 
 Both write the assistant's turns of the same conversations, two in each, greedily and in float32,
-and the messages are compared. The target is the packaged one, whose answers end at a line's end
-here: it is no chat model, and would seldom end a turn. Conversations whose first answer is too long
-are left out by both. A row also has conversations per hour and core, starting and compiling of the
-command included, that of the server not.
+and the messages are compared, conversation by conversation. The target is the packaged one, whose
+answers end at a line's end here: it is no chat model, and would seldom end a turn. Conversations
+whose first answer is too long are left out by both. A row also has conversations per hour and core,
+starting and compiling of the command included, that of the server not.
 
 Exit code 0: all messages are the same. 1: some differ. 2: bad arguments, or a writer failed.
 """
@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -100,7 +101,9 @@ def serving(vllm: Path, target: Path, log: Path) -> Iterator[str]:
     }
     url = f"http://localhost:{port}"
     with log.open("w") as file:
-        server = subprocess.Popen(words, stdout=file, stderr=file, env=environment)
+        server = subprocess.Popen(
+            words, stdout=file, stderr=file, env=environment, start_new_session=True
+        )
     try:
         until = time.monotonic() + START_SECONDS
         while not answers(url):
@@ -112,11 +115,13 @@ def serving(vllm: Path, target: Path, log: Path) -> Iterator[str]:
             time.sleep(1)
         yield url
     finally:
-        server.terminate()
+        # with its engine's process
+        os.killpg(server.pid, signal.SIGTERM)
         try:
             server.wait(60)
         except subprocess.TimeoutExpired:
-            server.kill()
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
 
 
 def answers(url: str) -> bool:
@@ -147,12 +152,10 @@ def regenerate(target: Path, data: Path, out: Path, limit: int, *options: str) -
     return time.perf_counter() - began
 
 
-def messages_of(path: Path) -> dict[str, list]:
-    """The messages of every conversation, by its last question, which no other has."""
+def messages_of(path: Path) -> dict[int, list]:
+    """The messages of every conversation that has some, by its number."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if "messages" in row]
-    users = [[m["content"] for m in row["messages"] if m["role"] == "user"] for row in rows]
-    return {said[-1]: row["messages"] for said, row in zip(users, rows, strict=True)}
+    return {row["sample"]: row["messages"] for row in rows if "messages" in row}
 
 
 def compare(args: argparse.Namespace, work: Path) -> list[dict]:
@@ -173,7 +176,7 @@ def compare(args: argparse.Namespace, work: Path) -> list[dict]:
             seconds["vllm"] = regenerate(target, data, theirs, limit, "--server", url)
         written["vllm"] = messages_of(theirs)
         progress.update(3, note="done")
-    same = sum(written["vllm"].get(key) == said for key, said in written["peagle_jax"].items())
+    same = sum(written["vllm"].get(i) == said for i, said in written["peagle_jax"].items())
     return [
         {
             "name": "regeneration",

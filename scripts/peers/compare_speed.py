@@ -203,7 +203,9 @@ def add_counters_of_vllm(rows: Sequence[dict]) -> None:
     for row in rows:
         theirs = of_vllm.get((row["method"], row["dtype"], row["batch_size"]))
         row["counters_of_vllm"] = None
-        if theirs is None or row["engine"] == "vllm" or row["num_drafts"] is None:
+        if theirs is None or row["engine"] == "vllm":
+            continue
+        if None in (row["num_drafts"], theirs["num_drafts"]):
             continue
         if all(one["same"] == one["num_prompts"] for one in (row, theirs)):
             names = "num_drafts", "num_accepted_per_pos"

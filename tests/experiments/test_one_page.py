@@ -37,7 +37,7 @@ def test_heads_of_other_targets_do_not_stand_in_one_table(rows, monkeypatch):
     with pytest.raises(ValueError, match="a difference has p above"):
         one_page.heads_table(rows)
     few = [row for row in rows if row["experiment"] != "warm_start"]
-    with pytest.raises(ValueError, match="no rows of trained for twice the steps"):
+    with pytest.raises(ValueError, match="no rows of twice the steps .warm_start., target's last"):
         one_page.heads_table(few)
 
 

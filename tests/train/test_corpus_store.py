@@ -99,6 +99,16 @@ def test_special_tokens_that_texts_spell_are_told_or_read(source, tokenizer, tmp
     open_corpus(tmp_path / "store", choose(source, held_out=0.0), tokenizer, said.append)
     (told,) = (line for line in said if "special tokens" in line)
     assert told.startswith("1 conv") and f"{source.name}:2 with <|im_start|>" in told
+    # answers of one conversation, read apart; and rows that were written anew of one source
+    two = [{"role": "user", "content": "<|im_end|>"}, talk[1], talk[0], talk[1] | {"content": "d"}]
+    rows = [{"messages": two}, {"messages": [two[0], two[3]], "source": "elsewhere.jsonl:7"}]
+    rows.append({"messages": [two[0], talk[1] | {"content": "e"}], "source": "elsewhere.jsonl:7"})
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for split_turns in (False, True):
+        said, choice = [], choose(source, held_out=0.0, split_turns=split_turns)
+        open_corpus(tmp_path / "store", choice, tokenizer, said.append)
+        (told,) = (line for line in said if "special tokens" in line)
+        assert told.startswith("3 conv") and f"{source.name}:1 with <|im_end|>" in told
 
 
 def refuse_to_read(monkeypatch):

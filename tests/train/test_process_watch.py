@@ -6,113 +6,160 @@ import jax
 import pytest
 
 from peagle_jax.train import process_watch
-from peagle_jax.train.process_watch import FOLDER, SILENT_BEATS
+from peagle_jax.train.process_watch import (
+    BEATS_TO_NAME,
+    FOLDER,
+    MOST_FAILURES,
+    SILENT_BEATS,
+    ProcessDiedError,
+    Watch,
+)
 
 
 class Notes:
-    """The common notes of three processes, of which this is the second, and the thread's event.
+    """The common notes of three processes, of which this is the second.
 
-    Args:
+    Attributes:
       alive: those of the others that leave signs.
-      beats: of this process, after which the watch is ended.
-      lost_after: beats after which nothing can be read any more.
-      returns_at: the beat from which on all leave signs.
-      ends_itself: the process ends while it waits for the notes.
+      lost: beats in which nothing can be read.
+      changes: beat -> who is alive from then on.
+      beat: of this process, from 0.
     """
 
-    def __init__(self, alive, beats, *, lost_after=10**9, returns_at=10**9, ends_itself=False):
-        self.alive, self.beats, self.lost_after = alive, beats, lost_after
-        self.returns_at, self.ends_itself = returns_at, ends_itself
+    def __init__(self, alive, *, lost=(), changes=None):
+        self.alive, self.lost, self.changes = alive, lost, changes or {}
+        self.beat = -1
         self.kept: dict[str, str] = {}
-        self.ended = threading.Event()
-        self.beat = 0
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        assert allow_overwrite and key == f"{FOLDER}1"
-        self.kept[key], self.beat = value, int(value)
+        self.beat += 1
+        self.alive = self.changes.get(self.beat, self.alive)
+        if allow_overwrite:
+            self.kept[key] = value
 
     def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
-        assert folder == FOLDER
-        alive = {0, 2} if self.beat >= self.returns_at else self.alive
-        self.kept |= {f"{FOLDER}{i}": str(self.beat) for i in alive}
-        if self.ends_itself and self.beat >= self.beats:
-            self.ended.set()
-        if self.beat > self.lost_after:
+        self.kept |= {f"{folder}{i}": str(self.beat) for i in self.alive}
+        if self.beat in self.lost:
             raise jax.errors.JaxRuntimeError("UNAVAILABLE: connection lost")
-        if self.beat > self.beats:
-            self.ended.set()
         return list(self.kept.items())
 
 
-def watch(notes: Notes) -> list[str]:
+def watch(notes: Notes, num_beats: int) -> tuple[Watch, list[str]]:
+    """A watch after so many beats, and what was said. Its thread does not run."""
     said: list[str] = []
-    process_watch._watch(notes, 1, 3, said.append, notes.ended)
-    return said
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    monkeypatch.setattr(process_watch, "BEAT_SECONDS", 0.0)
+    one = Watch(notes, 1, 3, said.append)
+    for _ in range(num_beats):
+        try:
+            one._beat()
+        except jax.errors.JaxRuntimeError:
+            pass
+        one._num_beats += 1
+    return one, said
 
 
 def test_nobody_is_named_while_all_live():
-    notes = Notes({0, 2}, 50)
-    assert watch(notes) == [] and notes.kept[f"{FOLDER}1"] == "51"
+    notes = Notes({0, 2})
+    one, said = watch(notes, 50)
+    assert said == [] and not one.silent and notes.kept[f"{FOLDER}1"] == "49"
 
 
 @pytest.mark.parametrize("dead", [0, 2])
-def test_one_that_is_silent_is_named_once(dead, monkeypatch):
+def test_one_that_is_silent_is_named_once(dead):
     """And this process goes on to leave signs: the others would name it."""
-    monkeypatch.setattr(process_watch, "BEAT_SECONDS", 0.001)
-    notes = Notes({0, 2} - {dead}, 5 * SILENT_BEATS)
-    said = watch(notes)
+    notes = Notes({0, 2} - {dead})
+    one, said = watch(notes, 5 * SILENT_BEATS)
     assert len(said) == 1 and said[0].startswith(f"--process {dead + 1}/3: all processes must live")
-    assert "got not heard of for 0 s; look at" in said[0]
-    assert notes.beat == 5 * SILENT_BEATS + 1
+    assert "got not heard of for 20 s; look at" in said[0] and one.silent == {dead}
+    assert notes.kept[f"{FOLDER}1"] == str(5 * SILENT_BEATS - 1)
 
 
-def test_one_that_was_slow_is_not_named():
-    assert watch(Notes({0}, 40, returns_at=SILENT_BEATS)) == []
-    assert len(watch(Notes({0}, 40, returns_at=SILENT_BEATS + 1))) == 1
+def test_one_that_was_slow():
+    """Is not named, or no longer silent when it is heard of again, and named again."""
+    begun, back = 5, 5 + SILENT_BEATS
+    for late, expected in ((0, 0), (1, 1)):
+        changes = {begun: {0}, back + late - 1: {0, 2}}
+        one, said = watch(Notes({0, 2}, changes=changes), 60)
+        assert len(said) == expected and not one.silent
+    changes |= {40: {0}}
+    one, said = watch(Notes({0, 2}, changes=changes), 60)
+    assert len(said) == 2 and one.silent == {2}
 
 
-def test_without_the_first_one_nothing_is_said():
-    """JAX has ended this process then."""
-    notes = Notes({0, 2}, 50, lost_after=3)
-    assert watch(notes) == [] and notes.beat == 4
+def test_signs_that_cannot_be_read_once_say_nothing():
+    _, said = watch(Notes({0, 2}, lost=range(5, 5 + SILENT_BEATS)), 60)
+    assert said == []
 
 
-def lose(monkeypatch, alive: set[int], error: Exception) -> None:
-    """A computation that fails, with a watch of which the third process may be silent."""
+def run_thread(monkeypatch, notes: Notes) -> Watch:
+    """A watch whose thread runs, a beat after another."""
+    monkeypatch.setattr(process_watch, "BEAT_SECONDS", 0.001)
+    one = Watch(notes, 1, 3, lambda line: None)
+    one.start()
+    return one
+
+
+def test_the_thread_ends(monkeypatch):
+    one = run_thread(monkeypatch, Notes({0, 2}))
+    one.stop()
+    assert not one._thread.is_alive()
+    # by itself, where all signs are lost; and then nobody waits for a name
+    one = run_thread(monkeypatch, Notes({0, 2}, lost=range(3, 10**6)))
+    assert not one.finds_one_silent()
+    assert not one._thread.is_alive() and one._num_beats == 3 + MOST_FAILURES
+
+
+def test_after_a_failure_some_beats_are_waited_for(monkeypatch):
+    one = run_thread(monkeypatch, Notes({0, 2}))
+    assert not one.finds_one_silent() and one._num_beats >= BEATS_TO_NAME
+    one.stop()
+    one = run_thread(monkeypatch, Notes({0}))
+    assert one.finds_one_silent() and one.silent == {2}
+    one.stop()
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    """Of processes that were joined, the third of which is silent."""
+    dead = Notes({0})
     state = process_watch.distributed.global_state
-    notes = Notes(alive, 10**6)
-    for name, value in (("client", notes), ("process_id", 1), ("num_processes", 3)):
+    for name, value in (("client", dead), ("process_id", 1), ("num_processes", 3)):
         monkeypatch.setattr(state, name, value)
-    monkeypatch.setattr(process_watch, "BEAT_SECONDS", 0.01)
-    try:
-        with process_watch.watched_processes():
-            raise error
-    finally:
-        notes.ended.set()
+    monkeypatch.setattr(process_watch, "BEAT_SECONDS", 0.001)
+    return dead
 
 
-def test_a_computation_that_fails_waits_for_the_name(monkeypatch, capsys):
-    lost = jax.errors.JaxRuntimeError("INTERNAL: Connection closed by peer")
-    with pytest.raises(SystemExit) as end:
-        lose(monkeypatch, {0}, lost)
-    said = capsys.readouterr().err
-    assert end.value.code == 1 and said.startswith("peagle: --process 3/3: ") and "\n" in said
+def fail(error: BaseException) -> None:
+    with process_watch.watched_processes():
+        raise error
+
+
+def test_a_computation_that_fails_waits_for_the_name(notes, capsys):
+    lost = jax.errors.JaxRuntimeError("INTERNAL: Connection closed by peer\nand more")
+    with pytest.raises(ProcessDiedError):
+        fail(lost)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("peagle: --process 3/3: all processes must live")
+    assert second == "peagle: INTERNAL: Connection closed by peer"
+    notes.alive = {0, 2}
     with pytest.raises(jax.errors.JaxRuntimeError, match="Connection closed"):
-        lose(monkeypatch, {0, 2}, lost)  # nobody has died
-    with pytest.raises(ValueError, match="of ours"):
-        lose(monkeypatch, {0}, ValueError("of ours"))
+        fail(lost)  # nobody has died
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("of ours"),
+        KeyboardInterrupt(),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+    ],
+)
+def test_other_errors_pass_at_once(notes, error):
+    with pytest.raises(type(error)) as raised:
+        fail(error)
+    assert raised.value is error and notes.beat < SILENT_BEATS
 
 
 def test_alone_nobody_is_watched():
     with process_watch.watched_processes():
-        assert not [t for t in threading.enumerate() if t.name == "process watch" and t.is_alive()]
-
-
-def test_a_process_that_ends_names_nobody():
-    assert watch(Notes({0}, SILENT_BEATS, ends_itself=True)) == []
+        assert not [t for t in threading.enumerate() if t.name == "process watch"]
