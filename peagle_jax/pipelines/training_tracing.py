@@ -11,18 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jax.stages import Lowered
 
 from peagle_jax.pipelines.tracing import abstract_head, abstract_target
 from peagle_jax.targets import sharding
-from peagle_jax.targets.sharding import DATA, FSDP
 from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.config import HeadRun, PeagleRun
 from peagle_jax.train.head_batches import HeadBatch
 from peagle_jax.train.head_config import head_config
 from peagle_jax.train.hidden_states import shifted
+from peagle_jax.train.mesh import row_sharding
 from peagle_jax.train.train_head import head_objective, split_params
 from peagle_jax.train.trainer import jitted_update, state_shardings
 from peagle_jax.train.update import make_optimizer
@@ -75,7 +74,7 @@ class AbstractStep:
 
     def _at_rows(self) -> Sharding | None:
         if self.mesh is not None:
-            return NamedSharding(self.mesh, P((DATA, FSDP)))
+            return row_sharding(self.mesh)
         return None if self.device is None else SingleDeviceSharding(self.device)
 
 
@@ -91,6 +90,9 @@ def abstract_step(run: HeadRun, config: Path, device: Any = None) -> AbstractSte
       config: the target's config.json.
       device: a GPU that is only compiled for, which this machine need not have, for a run without a
         mesh.
+
+    Raises:
+      InputError: the head does not fit the target, or names no mask token: no tokenizer is read.
     """
     sizes = run.mesh.data, run.mesh.fsdp, run.mesh.model
     mesh = sharding.mesh_of_sizes(*sizes) if np.prod(sizes) > 1 else None
@@ -99,7 +101,7 @@ def abstract_step(run: HeadRun, config: Path, device: Any = None) -> AbstractSte
         dtype=jnp.dtype(run.target_dtype),
         aux_hidden_state_layers=run.aux_hidden_state_layers,
     )
-    head = abstract_head(head_config(run, target, run.head.mask_token))
+    head = abstract_head(head_config(run, target, None))
     trained, frozen = (_placed(params, head, mesh, device) for params in split_params(run, head))
     optimizer = make_optimizer(run.optimizer)
     state = {

@@ -82,11 +82,16 @@ def put(x: Any, where: Sharding) -> jax.Array:
     return jax.make_array_from_callback(local.shape, where, lambda index: local[index])
 
 
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """Of an array of a batch: its rows are divided among the devices."""
+    return NamedSharding(mesh, P((DATA, FSDP)))
+
+
 def put_rows(batch: Any, mesh: Mesh | None) -> Any:
     """A batch with the rows of all its arrays divided among the devices."""
     if mesh is None:
         return batch
-    rows = NamedSharding(mesh, P((DATA, FSDP)))
+    rows = row_sharding(mesh)
     return jax.tree.map(lambda x: put(x, rows), batch)
 
 
@@ -94,7 +99,7 @@ def rows_here(count: int, mesh: Mesh | None) -> list[int]:
     """Which rows of a batch of `count` `put_rows` gives to devices of this process."""
     if mesh is None:
         return list(range(count))
-    rows = NamedSharding(mesh, P((DATA, FSDP)))
+    rows = row_sharding(mesh)
     parts = rows.addressable_devices_indices_map((count,)).values()
     return sorted({row for part in parts if part for row in range(count)[part[0]]})
 

@@ -167,16 +167,10 @@ def drafting(recipe: str, device) -> dict:
     return {name: program(None), f"{name}, Markov head of rank {RANK}": program(RANK)}
 
 
-def recipe_steps(name: str, device) -> dict:
+def recipe_step(name: str, device) -> dict:
     """{program: lowered} of the whole training step of a published recipe on one device."""
     run, config = on_one_device(name)
-    lowered = abstract_step(run, config, device).lower()
-    return {whole_step(name): lowered}
-
-
-def whole_step(name: str) -> str:
-    """What the whole training step of a recipe is called in rows."""
-    return f"{name}: whole training step"
+    return {f"{name}: whole training step": abstract_step(run, config, device).lower()}
 
 
 def on_one_device(name: str) -> tuple[HeadRun, Path]:
@@ -185,13 +179,10 @@ def on_one_device(name: str) -> tuple[HeadRun, Path]:
     return training_plan.on_devices(run, 1), training_plan.find_config(run.target, TARGET_CONFIGS)
 
 
-def planned_bytes(program: str) -> dict[str, int]:
-    """What `peagle train --dry-run` says of a recipe's step; nothing of other programs."""
-    name = program.partition(":")[0]
-    if program != whole_step(name):
-        return {}
+def planned_bytes(name: str) -> int:
+    """What `peagle train --dry-run` says of a recipe on one device."""
     run, _ = on_one_device(name)
-    return {"planned_bytes": training_plan.training_plan(run, targets=TARGET_CONFIGS).total_bytes}
+    return training_plan.training_plan(run, targets=TARGET_CONFIGS).total_bytes
 
 
 def compile_program(lowered) -> dict:
@@ -244,11 +235,13 @@ def main() -> int:
                 elif name == "drafting":
                     lowered_programs = drafting("qwen3_coder_30b", device)
                 elif name in RECIPES:
-                    lowered_programs = recipe_steps(name, device)
+                    lowered_programs = recipe_step(name, device)
                 else:
                     lowered_programs = decoding(name, device)
             for program, lowered in lowered_programs.items():
-                row = {"program": program, "kernels": kernels, **planned_bytes(program)}
+                row = {"program": program, "kernels": kernels}
+                if name in RECIPES:
+                    row["planned_bytes"] = planned_bytes(name)
                 rows.append(row | compile_program(lowered))
     table = Table("kernels", *COLUMNS)
     for row in rows:

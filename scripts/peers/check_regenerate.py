@@ -83,17 +83,8 @@ def serving(vllm: Path, target: Path, log: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     # not bin/vllm, which looks for a package of that name: that of the CPU wheel has another
     words = [vllm / "bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", target]
-    words += [
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        str(CONTEXT),
-        "--max-num-seqs",
-        "32",
-        "--enforce-eager",
-    ]
+    options = f"--port {port} --dtype float32 --max-model-len {CONTEXT} --max-num-seqs 32"
+    words += [*options.split(), "--enforce-eager"]
     environment = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_TARGET_DEVICE": "cpu",
