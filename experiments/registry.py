@@ -16,6 +16,7 @@ from experiments.questions import (
     embeddings,
     head_layers,
     hidden_designs,
+    layers_and_state,
     losses,
     one_forward,
     regularization,
@@ -47,6 +48,7 @@ MODULES: tuple[ModuleType, ...] = (
     against_eagle3,
     sequential_head,
     one_forward,
+    layers_and_state,
     sampling,
 )
 
