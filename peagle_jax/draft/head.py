@@ -218,8 +218,12 @@ class DraftLayer(nnx.Module):
         rows: Int[Array, "B Q"] | None = None,
         fused: Float[Array, "B T D"] | None = None,
         is_placeholder: Bool[Array, "B T"] | None = None,
+        repeated: placeholders.RepeatedRows | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
-        """Only layers with norms of their own for them read `embeddings` and `fused`."""
+        """Only layers with norms of their own for them read `embeddings` and `fused`.
+
+        Where rows are `repeated`, `x` and `embeddings` have each of them once.
+        """
         norm = None  # that `attn` applies to its input
         if self.input_norm is None or self.hidden_norm is None:
             attn_input, residual, norm = x, x, self.input_norm
@@ -236,7 +240,9 @@ class DraftLayer(nnx.Module):
             kv_input = kv_input.astype(attn_input.dtype)
             if is_placeholder is not None:
                 kv_input = jnp.where(is_placeholder[..., None], attn_input, kv_input)
-        y, state = self.attn(attn_input, positions, layer, attend, state, rows, kv_input, norm)
+        inputs = rows, kv_input, norm, repeated
+        y, state = self.attn(attn_input, positions, layer, attend, state, *inputs)
+        residual = residual if repeated is None else repeated(residual)
         x = (residual if rows is None else take_rows(residual, rows)) + y
         return x + self.mlp(x, self.mlp_norm), state
 
@@ -329,6 +335,7 @@ class DraftHead(nnx.Module):
         is_placeholder: Bool[Array, "B T"] | None = None,
         *,
         recompute: bool = False,
+        repeated: placeholders.RepeatedRows | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
         """Runs the layers over rows of (token embedding, fused hidden state, position).
 
@@ -347,6 +354,9 @@ class DraftHead(nnx.Module):
           is_placeholder: which rows are placeholders; None where none is. Read where
             `cfg.placeholder_context` is "injected".
           recompute: a backward pass keeps the input of each layer, and computes the rest again.
+          repeated: which of `embeddings` and `fused` each row has; None: each its own. The first
+            layer multiplies rows that are the same once. It takes heads whose placeholders
+            `are_alike_by_depth`.
 
         Returns:
           The residual stream before the final norm, and the attention state.
@@ -359,6 +369,8 @@ class DraftHead(nnx.Module):
             run = functools.partial(layer, positions=positions, layer=i, attend=attend, rows=wanted)
             if layer.context_norm is not None:
                 run = functools.partial(run, fused=fused, is_placeholder=is_placeholder)
+            if i == 0:
+                run = functools.partial(run, repeated=repeated)
             run = jax.checkpoint(run) if recompute else run
             x, state = run(x, embeddings, state=state)
         return x, state

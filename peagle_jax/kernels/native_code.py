@@ -1,4 +1,4 @@
-"""C++ kernels for decoding on a CPU, which XLA's programs call (native/).
+"""C++ kernels for a CPU, which XLA's programs call (native/).
 
 They are compiled for the processor at hand when a program first wants them, by the C++ compiler
 that there is ($CXX, c++, g++ or clang++; some 5 s), and kept:
@@ -41,6 +41,7 @@ LOG = logging.getLogger(__name__)
 FUNCTIONS = ("peagle_tiled_products", "peagle_gated_products", "peagle_tiled_product_of")
 FUNCTIONS += ("peagle_embedding_rows", "peagle_rotate_heads")
 FUNCTIONS += ("peagle_step_attention", "peagle_write_and_attend")
+FUNCTIONS += ("peagle_packed_attention", "peagle_packed_attention_gradient")
 _lock = threading.Lock()
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from peagle_jax.kernels import packed_attention_native
 from peagle_jax.kernels.attention import MASKED
 from peagle_jax.kernels.choose import choose, non_16bit_reason
 from peagle_jax.kernels.launch import platform
@@ -187,6 +188,18 @@ def triton(
     return packed_attention_triton.attend(q, k, v, intervals, scale)
 
 
+def native(
+    q: Float[Array, "B Q N H"],
+    k: Float[Array, "B P G H"],
+    v: Float[Array, "B P G H"],
+    intervals: AttentionIntervals,
+    scale: float,
+) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
+    """As `reference`, by C++ on a CPU. There may be queries of the last Q rows alone."""
+    rows = intervals.first, intervals.last, intervals.chain_len, intervals.chain_ahead
+    return packed_attention_native.attend(q, k, v, *rows, intervals.depth0, scale)
+
+
 FORMS = {"reference": reference, "triton": triton}
 
 
@@ -219,11 +232,13 @@ def attend(
     """As `reference`, but the result of rows that see nothing is not defined.
 
     Args:
-      form: a name of FORMS, or "auto".
+      form: a name of FORMS, or "auto": `native` where it can run, or else the fastest of FORMS.
 
     Raises:
       InputError: the form does not exist or cannot run here.
     """
+    if form == "auto" and packed_attention_native.can_attend(q, k):
+        return native(q, k, v, intervals, scale)
     form = choose("packed_attention", form, FORMS, unsupported(q, k, v, intervals))
     return FORMS[form](q, k, v, intervals, scale)
 
@@ -240,6 +255,8 @@ def attend_packed(
     Args:
       intervals: of all P rows; what it says of depth-0 rows is not read.
     """
+    if packed_attention_native.can_attend(q, k):
+        return native(q, k, v, intervals, scale)[0]
     n = intervals.depth0
     reason = unsupported(q, k[:, n:], v[:, n:], intervals)
     if choose("packed_attention", "auto", FORMS, reason) == "reference":

@@ -1,7 +1,7 @@
 """Attention layers, and the cached attention that decoding passes to them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -228,11 +228,14 @@ class Attention(nnx.Module):
         rows: Int[Array, "B Q"] | None = None,
         kv_input: Float[Array, "B T I"] | None = None,
         norm: RMSNorm | None = None,
+        repeated: Callable[[Array], Array] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
         """The layer's output, for all tokens or for `rows`, and the state that `attend` returns.
 
         Keys and values are made of `kv_input` where it is given, and of `x` where not. Without
         `kv_input` there may be a norm of `x`, which a kernel may compute beside the products.
+        Of tokens that are alike `x` may have one, where `repeated` makes all tokens of their
+        projections; their positions still differ.
         """
         assert norm is None or kv_input is None
         projected = None
@@ -249,6 +252,8 @@ class Attention(nnx.Module):
             x_kv = x if kv_input is None else kv_input
             keys_and_values = joint_tiled_products(x_kv, (self.k, self.v))
             projected = self.q(x_q), *(keys_and_values or (self.k(x_kv), self.v(x_kv)))
+        if repeated is not None:
+            projected = map(repeated, projected)
         q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in projected)
         sinks = None if self.sinks is None else self.sinks[...]
         rule = AttentionRule(self.window, self.head_dim**-0.5, sinks, self.operands, rows)

@@ -67,8 +67,8 @@ def product(x: Float[Array, "*rows K"], w: Float[Array, "*experts K N"]) -> Floa
     num_rows = x.shape[-2]
     is_narrowed = w.dtype == jnp.bfloat16 and x.dtype == jnp.float32
     x = _with_least_rows(x, w)
-    by_units = is_narrowed and has_bfloat16_matrix_units() and x.ndim == w.ndim == 2
-    y = _narrowed(x, w) if by_units else _matmul(x, w)
+    are_narrow_faster = is_narrowed and has_bfloat16_products() and x.ndim == w.ndim == 2
+    y = _narrowed(x, w) if are_narrow_faster else _matmul(x, w)
     return y[..., :num_rows, :]
 
 
@@ -158,7 +158,7 @@ def _narrowed(x: Float[Array, "R K"], w: Float[Array, "K N"]) -> Float[Array, "R
     """A float32 product of operands that are rounded to bfloat16, also in its gradients.
 
     Autodiff multiplies the float32 gradient with a bfloat16 factor, which XLA converts to float32:
-    matrix units then have no part in two thirds of a training step.
+    two thirds of a training step then have no bfloat16 products.
     """
     return _matmul(x, w)
 
@@ -172,7 +172,11 @@ def _narrowed_forward(x, w):
 def _narrowed_backward(saved, dy):
     x, w = saved
     dy = dy.astype(w.dtype)
-    dx = jnp.matmul(dy, _written_transpose(w), preferred_element_type=jnp.float32)
+    if has_bfloat16_matrix_units():
+        dx = jnp.matmul(dy, _written_transpose(w), preferred_element_type=jnp.float32)
+    else:
+        last_axes = (((1,), (1,)), ((), ()))
+        dx = jax.lax.dot_general(dy, w, last_axes, preferred_element_type=jnp.float32)
     dw = jnp.matmul(_written_transpose(x), dy, preferred_element_type=jnp.float32)
     return dx, dw.astype(w.dtype)
 
@@ -181,7 +185,8 @@ def _written_transpose(x: Float[Array, "M N"]) -> Float[Array, "N M"]:
     """The transpose, as a slice of an array that is written.
 
     XLA makes another transpose a part of the product, and then converts both operands to float32:
-    1,024 x 512 x 1,024 take 9 ms so, and 2.5 ms with this (LOG.md, 2026-11-25).
+    on a Xeon with AMX 1,024 x 512 x 1,024 take 9 ms so, and 2.5 ms with this (LOG.md, 2026-11-25).
+    On an EPYC that is so where the first operand is transposed, and not where the second is.
     """
     return jnp.pad(x.T, [(0, 0), (0, 1)])[:, :-1]
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead
-from peagle_jax.draft.placeholders import PlaceholderRow
+from peagle_jax.draft.placeholders import PlaceholderRow, RepeatedRows
 from peagle_jax.train.attention import PackedCausal, Partition, PrefixChain
 from peagle_jax.train.compute_dtype import in_compute_dtype, rows_in_compute_dtype
 from peagle_jax.train.hidden_states import TrainingRows
@@ -206,7 +206,9 @@ def packed_hidden(
       The residual stream, and the positions of the rows.
     """
     B, n = segment_ids.shape
-    mask_embeddings, mask_fused = _placeholder_rows(head, cod, embeddings, fused, reads_text)
+    mask_embeddings, mask_fused, which = _placeholder_rows(
+        head, cod, num_depths, embeddings, fused, reads_text
+    )
     embeddings = jnp.concatenate([embeddings, mask_embeddings], axis=1)
     fused = jnp.concatenate([fused, mask_fused], axis=1)
     anchor, depth = jnp.asarray(cod.anchor), jnp.asarray(cod.depth)
@@ -222,6 +224,7 @@ def packed_hidden(
         None,
         is_placeholder=is_placeholder,
         recompute=recompute,
+        repeated=None if which is None else RepeatedRows(which, n),
     )
     return hidden, positions
 
@@ -285,7 +288,7 @@ def _partitioned(
         depth0 = jax.tree.unflatten(structure, narrowed)
         elements = CodSample(anchor, depth, real)
         inputs = depth0.embeddings, depth0.fused, depth0.reads_text
-        embeddings, fused = _placeholder_rows(head, elements, *inputs)
+        embeddings, fused, which = _placeholder_rows(head, elements, teacher.num_depths, *inputs)
         attend = Partition(
             anchor,
             depth,
@@ -302,6 +305,7 @@ def _partitioned(
             depth0.keys_and_values,
             is_placeholder=jnp.ones_like(positions, bool),
             recompute=recompute,
+            repeated=None if which is None else RepeatedRows(which, 0),
         )
         return teacher.distill(head, hidden, positions, weight, depth, depth0.states)[:2]
 
@@ -322,17 +326,24 @@ def _partitioned(
 def _placeholder_rows(
     head: DraftHead,
     cod: CodSample,
+    num_depths: int,
     embeddings: Float[Array, "B n D"],
     fused: Float[Array, "B n D"],
     reads_text: Bool[Array, "B n"] | None = None,
-) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"]]:
-    """Embeddings and fused hidden states of the placeholder rows, one for each element of `cod`."""
+) -> tuple[Float[Array, "B R D"], Float[Array, "B R D"], Int[Array, "B M"] | None]:
+    """Embeddings and fused hidden states of the placeholder rows.
+
+    Returns:
+      Both, and which of their R rows each of the M elements of `cod` has; None: each its own.
+    """
+    # padding has depth 0, which no placeholder has; its rows do not reach the loss
+    depth = jnp.maximum(cod.depth, 1)
+    if reads_text is None and placeholders.are_alike_by_depth(head.cfg):
+        return *placeholders.rows_by_depth(head, num_depths, fused), depth - 1
 
     def at_anchor(x: Float[Array, "B n D"]) -> Float[Array, "B M D"]:
         return jnp.take_along_axis(x, cod.anchor[..., None], axis=1)
 
-    # padding has depth 0, which no placeholder has; its rows do not reach the loss
-    depth = jnp.maximum(cod.depth, 1)
     unfilled = PlaceholderRow(depth, at_anchor(embeddings), at_anchor(fused))
     of_tokens, of_hidden = placeholders.rows(head, unfilled)
     if reads_text is not None:
@@ -340,7 +351,7 @@ def _placeholder_rows(
         of_text = jnp.take_along_axis(embeddings, position[..., None], axis=1)
         is_drawn = jnp.take_along_axis(reads_text, jnp.asarray(cod.anchor), axis=1)
         of_tokens = jnp.where(is_drawn[..., None], of_text, of_tokens)
-    return of_tokens, of_hidden
+    return of_tokens, of_hidden, None
 
 
 def _drawn_anchors(

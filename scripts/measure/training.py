@@ -35,7 +35,6 @@ from peagle_jax.layers import Decoder, product
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.provenance import provenance
 from peagle_jax.train import peagle_loss as peagle
-from peagle_jax.train.attention import PrefixChain
 from peagle_jax.train.cod import cod_sample
 from peagle_jax.train.compute_dtype import in_compute_dtype, rows_in_compute_dtype
 from peagle_jax.train.config import PeagleRun, load_run
@@ -95,18 +94,11 @@ class Step:
         rows = rows_in_compute_dtype(rows, self.run.compute)
         cod, (B, n) = batch.cod, rows.tokens.shape
         assert cod is not None
-        here = jnp.broadcast_to(jnp.arange(n)[None], (B, n))
-        anchor, depth = jnp.asarray(cod.anchor), jnp.asarray(cod.depth)
         embeddings, fused = head.embed(rows.tokens), head.fuse(rows.aux_hidden_states)
-        of_masks = peagle._placeholder_rows(head, cod, embeddings, fused)
-        embeddings, fused = (
-            jnp.concatenate(pair, axis=1)
-            for pair in zip((embeddings, fused), of_masks, strict=True)
+        hidden, positions = peagle.packed_hidden(
+            head, embeddings, fused, rows.segment_ids, cod, batch.num_depths
         )
-        positions = jnp.concatenate([here, anchor + depth], axis=1)
-        attend = PrefixChain(anchor, depth, rows.segment_ids, batch.num_depths)
-        hidden, _ = head(embeddings, fused, positions, attend, None)
-        depth = jnp.concatenate([jnp.zeros((B, n), jnp.int32), depth], axis=1)
+        depth = jnp.concatenate([jnp.zeros((B, n), jnp.int32), jnp.asarray(cod.depth)], axis=1)
         return hidden, positions, depth
 
     def loss_of(self, hidden: Any, params: Any, rows: TrainingRows, rest: tuple) -> Any:

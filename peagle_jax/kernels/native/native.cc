@@ -6,6 +6,7 @@
 
 #include "embedding_rows.h"
 #include "head_rotation.h"
+#include "packed_attention.h"
 #include "row_preparation.h"
 #include "step_attention.h"
 #include "tiled_products.h"
@@ -199,6 +200,64 @@ ffi::Error WriteAndAttend(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::An
                    {new_k.typed_data(), new_v.typed_data(), first.typed_data(), N[1]});
 }
 
+using S32 = ffi::Buffer<ffi::S32>;
+
+// The attention of training; why its operands do not fit each other, or null where they do.
+const char* FillProblem(const F32& q, const F32& k, const F32& v, const S32& first, const S32& last,
+                        const S32& chain_len, const S32& ahead, float scale, int64_t depth0,
+                        packed_attention::Problem& p) {
+  const auto Q = q.dimensions(), K = k.dimensions();
+  const char* misfit = "arrays whose sizes do not fit each other";
+  if (Q.size() != 4 || K.size() != 4 || !AreSame(K, v.dimensions()) || Q[0] != K[0] ||
+      Q[1] > K[1] || Q[3] != K[3] || K[2] == 0 || Q[2] % K[2] || depth0 < 0 || depth0 > K[1])
+    return misfit;
+  if (Q[3] % kLanes) return "heads that are no whole number of vectors";
+  const auto fits = [&](const S32& x) {
+    return x.dimensions().size() == 2 && x.dimensions()[0] == K[0] && x.dimensions()[1] == K[1];
+  };
+  const bool has_ahead = ahead.element_count() > 0;
+  if (!fits(first) || !fits(last) || !fits(chain_len) || (has_ahead && !fits(ahead))) return misfit;
+  p.batch = K[0], p.rows = K[1], p.queries = Q[1], p.heads = Q[2], p.kv_heads = K[2];
+  p.depth0 = depth0, p.head_dim = K[3], p.scale = scale;
+  p.q = q.typed_data(), p.k = k.typed_data(), p.v = v.typed_data();
+  p.first = first.typed_data(), p.last = last.typed_data(), p.chain_len = chain_len.typed_data();
+  p.ahead = has_ahead ? ahead.typed_data() : nullptr;
+  return nullptr;
+}
+
+ffi::Error PackedAttention(ffi::ThreadPool pool, F32 q, F32 k, F32 v, S32 first, S32 last,
+                           S32 chain_len, S32 ahead, ffi::Result<F32> y, ffi::Result<F32> lse,
+                           float scale, int64_t depth0) {
+  packed_attention::Problem p = {};
+  if (const char* why = FillProblem(q, k, v, first, last, chain_len, ahead, scale, depth0, p))
+    return Refused(why);
+  if (y->element_count() != q.element_count() ||
+      lse->element_count() * p.head_dim != q.element_count())
+    return Refused("results of another size");
+  packed_attention::Run(pool, p, y->typed_data(), lse->typed_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error PackedAttentionGradient(ffi::ThreadPool pool, F32 q, F32 k, F32 v, S32 first, S32 last,
+                                   S32 chain_len, S32 ahead, F32 y, F32 lse, F32 dy, F32 dlse,
+                                   ffi::Result<F32> dq, ffi::Result<F32> dk, ffi::Result<F32> dv,
+                                   float scale, int64_t depth0) {
+  packed_attention::Problem p = {};
+  if (const char* why = FillProblem(q, k, v, first, last, chain_len, ahead, scale, depth0, p))
+    return Refused(why);
+  const size_t queries = q.element_count(), keys = k.element_count();
+  if (y.element_count() != queries || dy.element_count() != queries ||
+      dq->element_count() != queries || lse.element_count() * p.head_dim != queries ||
+      dlse.element_count() * p.head_dim != queries || dk->element_count() != keys ||
+      dv->element_count() != keys)
+    return Refused("gradients of another size");
+  packed_attention::RunGradient(pool, p,
+                                {y.typed_data(), lse.typed_data(), dy.typed_data(),
+                                 dlse.typed_data(), dq->typed_data(), dk->typed_data(),
+                                 dv->typed_data()});
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 // The lanes of a vector: heads must have a multiple of them.
@@ -273,3 +332,38 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_write_and_attend, WriteAndAttend,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_packed_attention, PackedAttention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<F32>()
+                                  .Ret<F32>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("depth0"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(peagle_packed_attention_gradient, PackedAttentionGradient,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Arg<F32>()
+                                  .Ret<F32>()
+                                  .Ret<F32>()
+                                  .Ret<F32>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("depth0"));
