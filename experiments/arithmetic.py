@@ -8,6 +8,7 @@ from peagle_jax.train.config import EagleRun, HeadRun, HeadShape, LmShape, Peagl
 def training_flops(run: HeadRun, target: LmShape) -> float:
     """Floating-point operations of all training steps, as if every row were full.
 
+    And as if each placeholder were multiplied: training multiplies those that are the same once.
     A backward pass counts twice its forward, and once for weights that are not trained and for
     inputs that need no gradient. The loss forms logits twice, because it recomputes them. The
     target's own forward is not counted, since its hidden states are stored; its logits are, since

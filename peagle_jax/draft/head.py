@@ -20,6 +20,7 @@ from peagle_jax.draft import placeholders
 from peagle_jax.draft.confidence import Calibration, ConfidenceHead, check_confidence
 from peagle_jax.draft.fusion import Fusion
 from peagle_jax.draft.markov import MarkovHead, check_kind, check_rank
+from peagle_jax.draft.repeated_rows import RepeatedRows
 from peagle_jax.kernels.cache_write import array_dtype
 from peagle_jax.layers import (
     FINAL_HIDDEN_STATE,
@@ -209,20 +210,20 @@ class DraftLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
-        embeddings: Float[Array, "B T D"],
+        x: Float[Array, "B R D"],
+        embeddings: Float[Array, "B _ D"],
         positions: Int[Array, "B T"],
         layer: int,
         attend: Attend,
         state: Any,
         rows: Int[Array, "B Q"] | None = None,
-        fused: Float[Array, "B T D"] | None = None,
+        fused: Float[Array, "B R D"] | None = None,
         is_placeholder: Bool[Array, "B T"] | None = None,
-        repeated: placeholders.RepeatedRows | None = None,
+        repeated: RepeatedRows | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
         """Only layers with norms of their own for them read `embeddings` and `fused`.
 
-        Where rows are `repeated`, `x` and `embeddings` have each of them once.
+        Where rows are `repeated`, both have R of them, each once; elsewhere R is T.
         """
         norm = None  # that `attn` applies to its input
         if self.input_norm is None or self.hidden_norm is None:
@@ -326,8 +327,8 @@ class DraftHead(nnx.Module):
 
     def __call__(
         self,
-        embeddings: Float[Array, "B T D"],
-        fused: Float[Array, "B T D"],
+        embeddings: Float[Array, "B R D"],
+        fused: Float[Array, "B R D"],
         positions: Int[Array, "B T"],
         attend: Attend,
         state: Any,
@@ -335,7 +336,7 @@ class DraftHead(nnx.Module):
         is_placeholder: Bool[Array, "B T"] | None = None,
         *,
         recompute: bool = False,
-        repeated: placeholders.RepeatedRows | None = None,
+        repeated: RepeatedRows | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
         """Runs the layers over rows of (token embedding, fused hidden state, position).
 
@@ -354,9 +355,9 @@ class DraftHead(nnx.Module):
           is_placeholder: which rows are placeholders; None where none is. Read where
             `cfg.placeholder_context` is "injected".
           recompute: a backward pass keeps the input of each layer, and computes the rest again.
-          repeated: which of `embeddings` and `fused` each row has; None: each its own. The first
-            layer multiplies rows that are the same once. It takes heads whose placeholders
-            `are_alike_by_depth`.
+          repeated: which of the R rows of `embeddings` and `fused` each of the T rows has; None:
+            each its own. The first layer multiplies rows that are the same once. It takes heads
+            whose placeholders `are_alike_by_depth`.
 
         Returns:
           The residual stream before the final norm, and the attention state.

@@ -8,8 +8,8 @@ To add a design:
 1. Write its functions below; the design nearest to yours is a start. The one that fills a row is
    needed. One for the shapes of its parameters and one for their initial values are needed where
    it has parameters.
-2. Give it an entry in `HIDDEN_DESIGNS` or `TOKEN_DESIGNS`, with `reads_anchor=True` if it reads
-   `token` or `fused` of its row. From then on recipes can name it.
+2. Give it an entry in `HIDDEN_DESIGNS` or `TOKEN_DESIGNS`. From then on recipes can name it. With
+   `by_depth_alone=True`, if that is true of it, it trains a little faster.
 3. Say in peagle_jax/checkpoints/export_placeholders.py (`HIDDEN_EXPORTS` or `TOKEN_EXPORTS`) and
    in docs/checkpoints.md whether vLLM can express it. Until then its export is refused.
 4. Describe it a second time, in NumPy, in tests/designs.py: tests of training, decoding and export
@@ -122,8 +122,8 @@ class Design:
       shapes: the design's own parameters by name. They are in `head.placeholder`.
       init: what those parameters begin as, and `mask_hidden` if the design reads it.
       mask_hidden: whether the design reads the head's `mask_hidden` [A].
-      reads_anchor: whether it reads the anchor's token or fused hidden state. Rows of one depth are
-        all the same otherwise, and training computes what follows from them once.
+      by_depth_alone: whether it reads nothing of its anchor, neither `token` nor `fused`, but their
+        shape. All rows of a depth are the same then, and training multiplies them once.
     """
 
     about: str
@@ -131,7 +131,7 @@ class Design:
     shapes: Callable[[Sizes], Shapes] = no_shapes
     init: Callable[[InitInputs], DesignParams] = no_params
     mask_hidden: bool = False
-    reads_anchor: bool = False
+    by_depth_alone: bool = False
 
 
 def _at_depth(table: Float[Array, "P X"], row: PlaceholderRow) -> Float[Array, " X"]:
@@ -267,18 +267,21 @@ HIDDEN_DESIGNS: dict[str, Design] = {
         fill_shared,
         init=init_shared,
         mask_hidden=True,
+        by_depth_alone=True,
     ),
     "shared_fused": Design(
         "one learned vector behind the fusion",
         fill_shared_fused,
         shapes_shared_fused,
         init_shared_fused,
+        by_depth_alone=True,
     ),
     "per_depth": Design(
         "a learned vector in the place of the aux hidden states for every depth",
         fill_per_depth,
         shapes_per_depth,
         init_per_depth,
+        by_depth_alone=True,
     ),
     "shared_depth": Design(
         "the shared vector, and a learned embedding of the depth behind the fusion",
@@ -286,6 +289,7 @@ HIDDEN_DESIGNS: dict[str, Design] = {
         shapes_shared_depth,
         init_shared_depth,
         mask_hidden=True,
+        by_depth_alone=True,
     ),
     "low_rank": Design(
         f"the shared vector, and for every depth a learned mixture of {RANK} learned directions",
@@ -293,30 +297,30 @@ HIDDEN_DESIGNS: dict[str, Design] = {
         shapes_low_rank,
         init_low_rank,
         mask_hidden=True,
+        by_depth_alone=True,
     ),
-    "last_feature": Design(
-        "the last real fused hidden state, repeated", fill_last_feature, reads_anchor=True
-    ),
+    "last_feature": Design("the last real fused hidden state, repeated", fill_last_feature),
     "gated": Design(
         "the last real fused hidden state, and the shared vector, mixed by learned shares",
         fill_gated,
         shapes_gated,
         init_gated,
         mask_hidden=True,
-        reads_anchor=True,
     ),
     "mean_feature": Design(
         "the mean of the target's aux hidden states over text, not learned",
         fill_frozen,
         init=init_shared,
         mask_hidden=True,
+        by_depth_alone=True,
     ),
-    "zero": Design("nothing: zeros behind the fusion", fill_zero),
+    "zero": Design("nothing: zeros behind the fusion", fill_zero, by_depth_alone=True),
     "frozen_random": Design(
         "a random vector of the size of the mean aux hidden states, not learned",
         fill_frozen,
         init=init_frozen_random,
         mask_hidden=True,
+        by_depth_alone=True,
     ),
 }
 
@@ -366,20 +370,23 @@ TOKEN_DESIGNS: dict[str, Design] = {
     "mask": Design(
         "the mask token's row of the head's embedding, learned with it (the paper's)",
         fill_mask_token,
+        by_depth_alone=True,
     ),
     "frozen": Design(
         "that row as the target has it, not learned",
         fill_frozen_token,
         shapes_frozen_token,
         init_frozen_mask_token,
+        by_depth_alone=True,
     ),
-    "last_token": Design("the last real token, repeated", fill_last_token, reads_anchor=True),
-    "zero": Design("nothing: zeros", fill_zero_token),
+    "last_token": Design("the last real token, repeated", fill_last_token),
+    "zero": Design("nothing: zeros", fill_zero_token, by_depth_alone=True),
     "mean": Design(
         "the mean of the target's embeddings, not learned",
         fill_frozen_token,
         shapes_frozen_token,
         init_frozen_mean_token,
+        by_depth_alone=True,
     ),
 }
 
@@ -409,58 +416,6 @@ def own_shapes(cfg: Any, sizes: Sizes) -> Shapes:
     hidden = HIDDEN_DESIGNS[cfg.placeholder_hidden]
     token = TOKEN_DESIGNS[cfg.placeholder_token]
     return hidden.shapes(sizes) | token.shapes(sizes)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RepeatedRows:
-    """Rows of a sequence, of which all behind the first ones repeat a few.
-
-    Attributes:
-      which: of the rows behind the first ones, which of the few each of them is.
-      num_first: n, rows that stand for themselves.
-    """
-
-    which: Int[Array, "B M"]
-    num_first: int = dataclasses.field(metadata={"static": True})
-
-    def __call__(self, x: Float[Array, "B R D"]) -> Float[Array, "B P D"]:
-        """All P = n + M rows, of n rows and the few.
-
-        By a product: its gradient, a sum over all rows that are the same, is one, too.
-        """
-        few = x[:, self.num_first :]
-        one_hot = jax.nn.one_hot(self.which, few.shape[1], dtype=x.dtype)
-        repeated = jnp.einsum("BMR,BRD->BMD", one_hot, few, precision=jax.lax.Precision.HIGHEST)
-        return jnp.concatenate([x[:, : self.num_first], repeated.astype(x.dtype)], axis=1)
-
-
-def are_alike_by_depth(cfg: Any) -> bool:
-    """Whether all placeholders of a depth enter the head's layers as the same numbers."""
-    hidden = HIDDEN_DESIGNS[cfg.placeholder_hidden]
-    token = TOKEN_DESIGNS[cfg.placeholder_token]
-    # where context is injected, each layer reads every row of a sequence
-    is_injected = cfg.placeholder_context == "injected"
-    return not (hidden.reads_anchor or token.reads_anchor or is_injected)
-
-
-def rows_by_depth(
-    head: PlaceholderHead, num_depths: int, like: Float[Array, "B n D"]
-) -> tuple[Float[Array, "B R D"], Float[Array, "B R D"]]:
-    """The R = K - 1 placeholder rows of a head whose rows `are_alike_by_depth`.
-
-    Args:
-      head: a `DraftHead`.
-      num_depths: K.
-      like: fused hidden states, for their shape and dtype.
-
-    Returns:
-      Embeddings and fused hidden states of the depths 1, 2, ..
-    """
-    shape = like.shape[0], num_depths - 1
-    depth = jnp.broadcast_to(jnp.arange(1, num_depths)[None], shape)
-    nothing = jnp.zeros((*shape, like.shape[2]), like.dtype)
-    return rows(head, PlaceholderRow(depth, nothing, nothing))
 
 
 def rows(

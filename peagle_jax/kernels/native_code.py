@@ -1,7 +1,7 @@
 """C++ kernels for a CPU, which XLA's programs call (native/).
 
 They are compiled for the processor at hand when a program first wants them, by the C++ compiler
-that there is ($CXX, c++, g++ or clang++; some 5 s), and kept:
+that there is ($CXX, c++, g++ or clang++; some 9 s), and kept:
 
     ~/.cache/peagle_jax/native/4be1...so        may be deleted at any time
 

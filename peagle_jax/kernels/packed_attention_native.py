@@ -52,7 +52,8 @@ def attend(
 def _attend(depth0: int, scale: float, q, k, v, rows: Rows) -> tuple[Array, Array]:
     results = [jax.ShapeDtypeStruct(shape, q.dtype) for shape in (q.shape, q.shape[:3])]
     call = native_code.function("peagle_packed_attention", results)
-    return tuple(call(q, k, v, *rows, scale=np.float32(scale), depth0=depth0))
+    y, lse = call(q, k, v, *rows, scale=np.float32(scale), depth0=depth0)
+    return y, lse
 
 
 def _attend_forward(depth0, scale, q, k, v, rows):
@@ -66,7 +67,8 @@ def _attend_backward(depth0, scale, saved, cotangents):
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     call = native_code.function("peagle_packed_attention_gradient", results)
     options = {"scale": np.float32(scale), "depth0": depth0}
-    return *call(q, k, v, *rows, y, lse, dy, dlse, **options), None
+    dq, dk, dv = call(q, k, v, *rows, y, lse, dy, dlse, **options)
+    return dq, dk, dv, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

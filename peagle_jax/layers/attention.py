@@ -220,13 +220,13 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T I"],
+        x: Float[Array, "B R I"],
         positions: Int[Array, "B T"],
         layer: int,
         attend: Attend,
         state: Any,
         rows: Int[Array, "B Q"] | None = None,
-        kv_input: Float[Array, "B T I"] | None = None,
+        kv_input: Float[Array, "B R I"] | None = None,
         norm: RMSNorm | None = None,
         repeated: Callable[[Array], Array] | None = None,
     ) -> tuple[Float[Array, "B Q D"], Any]:
@@ -234,8 +234,8 @@ class Attention(nnx.Module):
 
         Keys and values are made of `kv_input` where it is given, and of `x` where not. Without
         `kv_input` there may be a norm of `x`, which a kernel may compute beside the products.
-        Of tokens that are alike `x` may have one, where `repeated` makes all tokens of their
-        projections; their positions still differ.
+        Of tokens that are alike `x` may have one, where `repeated` makes the projections of all T
+        tokens of those of R; their positions still differ.
         """
         assert norm is None or kv_input is None
         projected = None

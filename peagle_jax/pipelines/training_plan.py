@@ -16,6 +16,7 @@ from huggingface_hub import hf_hub_download
 from jax.sharding import AbstractMesh, AxisType
 
 from peagle_jax.draft.head import HeadConfig
+from peagle_jax.draft.repeated_rows import are_alike_by_depth
 from peagle_jax.kernels import packed_attention
 from peagle_jax.layers import activation_dtype
 from peagle_jax.pipelines.devices import DEVICES
@@ -345,8 +346,9 @@ def head_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
     """Multiplications and additions of the head in a step: with matrices, and in attention.
 
     A product costs 2 for each weight and element forward, and twice that backward. What is computed
-    again costs its forward once more. Logits and their gradients are computed once, and the
-    teacher's once for every position where these are no more than a chunk.
+    again costs its forward once more. Placeholders that are the same are multiplied once. Logits
+    and their gradients are computed once, and the teacher's once for every position where these are
+    no more than a chunk.
     """
     n, rows = run.data.seq_len - 1, run.data.batch_size
     c, t = head.config, cast(TargetConfig, target.config)
@@ -357,6 +359,11 @@ def head_flops(run: HeadRun, target: Model, head: Model, packed: int) -> float:
     teacher = t.dim * c.draft_vocab
     elements = rows * packed
     flops = 2.0 * elements * layers * (2 + again)
+    if isinstance(run, PeagleRun) and not run.placeholder.true_tokens and are_alike_by_depth(c):
+        # queries, keys and values of the first layer, whose rows are 2 D wide
+        projections = 2 * c.dim * (c.heads + 2 * c.kv_heads) * c.head_dim
+        repeated = rows * max(0, packed - n - (run.num_depths - 1))
+        flops -= 2.0 * repeated * projections * (2 + again)
     learned_from = rows * n if rows * n <= loss.CHUNK else elements
     flops += 2.0 * (elements * output * (2 + run.train_lm_head) + learned_from * teacher)
     flops += 6.0 * rows * n * fusion

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from peagle_jax.draft import placeholders
 from peagle_jax.draft.head import DraftHead
-from peagle_jax.draft.placeholders import PlaceholderRow, RepeatedRows
+from peagle_jax.draft.placeholders import PlaceholderRow
+from peagle_jax.draft.repeated_rows import RepeatedRows, are_alike_by_depth, rows_by_depth
 from peagle_jax.train.attention import PackedCausal, Partition, PrefixChain
 from peagle_jax.train.compute_dtype import in_compute_dtype, rows_in_compute_dtype
 from peagle_jax.train.hidden_states import TrainingRows
@@ -338,8 +339,8 @@ def _placeholder_rows(
     """
     # padding has depth 0, which no placeholder has; its rows do not reach the loss
     depth = jnp.maximum(cod.depth, 1)
-    if reads_text is None and placeholders.are_alike_by_depth(head.cfg):
-        return *placeholders.rows_by_depth(head, num_depths, fused), depth - 1
+    if reads_text is None and are_alike_by_depth(head.cfg):
+        return *rows_by_depth(head, num_depths, fused), depth - 1
 
     def at_anchor(x: Float[Array, "B n D"]) -> Float[Array, "B M D"]:
         return jnp.take_along_axis(x, cod.anchor[..., None], axis=1)

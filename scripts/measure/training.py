@@ -196,6 +196,9 @@ def part_flops(step: Step) -> dict[str, float]:
     layers = matrices(step.head.params["layers"])
     attention = elements * n * 4 * c.heads * c.head_dim * c.layers
     head_forward = 2.0 * (elements * layers + rows * n * fusion) + attention
+    # of placeholders that are the same layer 0 has queries, keys and values once
+    repeated = elements - rows * (n + batch.num_depths - 1)
+    head_forward -= 4.0 * repeated * c.dim * (c.heads + 2 * c.kv_heads) * c.head_dim
     of_target = 2.0 * rows * n * matrices(step.target.params["blocks"])
     of_target += rows * n * n * 4 * t.heads * t.head_dim * t.layers
     output, teacher = c.dim * c.draft_vocab, t.dim * c.draft_vocab

@@ -165,20 +165,24 @@ def test_keys_that_nobody_sees_are_not_read():
         np.testing.assert_array_equal(np.asarray(a)[:, rows], np.asarray(b)[:, rows])
 
 
-def test_placeholders_that_see_those_behind_them():
-    """In both forms as with a dense mask, forward and backward."""
-    q, k, v, intervals = case(n=90, chains=40, seed=3)
-    n, M = 90, q.shape[1] - 90
+def seeing_ahead(q, k, v, intervals):
+    """A case whose placeholders see as many rows behind them as are left of their own chains."""
+    n, M = intervals.depth0, q.shape[1] - intervals.depth0
     chain_len = np.asarray(intervals.chain_len)[:, n:]
     ahead = np.zeros_like(chain_len)
-    for row in range(M - 1):  # as many as are left of the row's own chain
+    for row in range(M - 1):
         for distance in range(1, min(intervals.max_chain_len, M - row)):
             ahead[:, row] += (chain_len[:, row] > 0) & (
                 chain_len[:, row + distance] == chain_len[:, row] + distance
             )
     assert ahead.max() == intervals.max_chain_len - 1
     whole = jnp.asarray(np.pad(ahead, [(0, 0), (n, 0)]))
-    intervals = dataclasses.replace(intervals, chain_ahead=whole)
+    return q, k, v, dataclasses.replace(intervals, chain_ahead=whole)
+
+
+def test_placeholders_that_see_those_behind_them():
+    """In both forms as with a dense mask, forward and backward."""
+    q, k, v, intervals = seeing_ahead(*case(n=90, chains=40, seed=3))
     weight = jnp.asarray(np.random.default_rng(9).standard_normal(q.shape), jnp.float32)
     sees = (intervals.last >= intervals.first)[..., None, None]
 

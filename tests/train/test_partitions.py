@@ -11,6 +11,8 @@ import tiny
 from flax import nnx
 
 from peagle_jax.draft.head import DraftHead
+from peagle_jax.kernels import native_code, packed_attention, packed_attention_native
+from peagle_jax.layers import Rope
 from peagle_jax.train import cod as cod_module
 from peagle_jax.train.cod import CodConfig, cod_sample
 from peagle_jax.train.hidden_states import TrainingRows
@@ -192,3 +194,25 @@ def test_bfloat16_is_near_float32():
         assert a.dtype == jnp.float32
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
         assert 1e-6 < error < 0.05, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(("partitions", "design"), [(1, "shared"), (3, "gated")])
+def test_attention_by_the_kernels_for_a_cpu(partitions, design, monkeypatch):
+    """Gradients with heads of whole vectors are those without C++ (kernels/native)."""
+    if not native_code.fills_vectors(16):
+        pytest.skip("there is no C++ compiler")
+    rope = Rope.from_hf({"rope_theta": 555.0}, 16, "")
+    changes = (("head_dim", 16), ("rope", rope), ("num_depths", K))
+    calls, native = [], packed_attention.native
+
+    def noted(*args):
+        calls.append(args[0].shape)
+        return native(*args)
+
+    monkeypatch.setattr(packed_attention, "native", noted)
+    got = gradients.__wrapped__(partitions, design=design, changes=changes)
+    # once for each of two layers, and again for the placeholder rows of partitions
+    assert len(calls) == (2 if partitions == 1 else 4)
+    monkeypatch.setattr(packed_attention_native, "can_attend", lambda q, k: False)
+    check_equal(got, gradients.__wrapped__(partitions, design=design, changes=changes))
+    assert len(calls) == (2 if partitions == 1 else 4)

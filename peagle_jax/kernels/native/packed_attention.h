@@ -28,8 +28,10 @@
 namespace packed_attention {
 
 // Keys that have scores at one time, and the largest number of queries that do, of all heads of a
-// group: both sets of scores of a gradient stay in a core's second cache.
-constexpr int64_t kKeys = 128, kBlockRows = 96;
+// group. Both sets of scores of a gradient stay in a core's second cache. Fewer queries compute
+// fewer scores that nobody sees, and 24 to 192 of them, and 64 to 256 keys, take within 15 % of the
+// time (LOG.md, 2026-11-30, night).
+constexpr int64_t kKeys = 128, kBlockRows = 48;
 // Rows and vectors of a product whose sums fill the registers.
 constexpr int kSumRows = kRegisters / 5, kSumVectors = 4;
 // Pieces of a gradient that threads share. Each sums gradients of all keys of one KV head.
@@ -90,8 +92,9 @@ void AddTile(int64_t rows, int64_t depth, View a, View b, Rows c) {
     for (int i = 0; i < kVectors; ++i) Store(c.data + r * c.row + i * kLanes, sums[r][i]);
 }
 
+// Once, and not in each of five places: it takes long to compile.
 // c [rows, columns] += a [rows, depth] times b [depth, columns]; columns fill whole vectors.
-inline void AddProduct(int64_t rows, int64_t columns, int64_t depth, View a, View b, Rows c) {
+__attribute__((noinline)) inline void AddProduct(int64_t rows, int64_t columns, int64_t depth, View a, View b, Rows c) {
   constexpr int64_t kWidth = kSumVectors * kLanes;
   for (int64_t j = 0; j < columns;) {
     const bool is_wide = j + kWidth <= columns;
