@@ -69,7 +69,7 @@ def load() -> ctypes.CDLL | None:
         return _registered()
 
 
-def function(name: str, results: Any, **options: Any) -> Callable:
+def function(name: str, results: Any, **options: Any) -> Callable[..., Any]:
     """A function of ours for traced arrays. It has no gradient, and jax.export refuses it.
 
     Args:
