@@ -103,6 +103,23 @@ def ratios(
     )
 
 
+def served(rows: Sequence[dict]) -> str:
+    """A sentence: what the heads gain in vLLM with one text, and where that was measured."""
+    speeds = {
+        row["method"]: row["tokens_per_second"]
+        for row in rows
+        if (row["engine"], row["batch_size"]) == ("vllm", 1)
+    }
+    parts = [
+        f"{METHODS[method]} at {speeds[method] / speeds['plain']:.2f} times plain decoding"
+        for method in METHODS
+        if method != "plain" and {method, "plain"} <= speeds.keys()
+    ]
+    if not parts:
+        return ""
+    return f"Served by vLLM, one text, on {rows[0]['device']}: {', '.join(parts)}."
+
+
 def _length_of_peagle(rows: Sequence[dict]) -> float | None:
     """The acceptance length of our P-EAGLE rows; None where there is none."""
     of_ours = (r for r in rows if (r["engine"], r["method"]) == ("peagle_jax", "peagle"))

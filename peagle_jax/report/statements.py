@@ -20,6 +20,8 @@ from peagle_jax.report.records import (
 HARDLY = 1.25
 # Tokens lost to waiting rows are mentioned where they are more than this share.
 NOTABLE = 0.05
+# A P-EAGLE head that gains less is given its reason: what a step costs here, and what it writes.
+GAIN = 1.3
 # A text is said to be easy to draft where it repeats more of its 4-grams than this.
 REPETITIVE = 0.2
 
@@ -51,7 +53,10 @@ def headline(records: Sequence[dict]) -> list[str]:
 
 
 def _speed_line(records: Sequence[dict], batch_size: int) -> str:
-    """The best K of every method at a batch size. A best speedup below 1 is given its reason."""
+    """The best K of every method at a batch size.
+
+    A best speedup below 1, and P-EAGLE's below `GAIN`, is given its reason.
+    """
     found = {m: best(records, m, batch_size) for m in ("peagle", "eagle3", "eagle")}
     rows = {method: row for method, row in found.items() if row is not None}
     if not rows:
@@ -61,8 +66,19 @@ def _speed_line(records: Sequence[dict], batch_size: int) -> str:
         for m, r in rows.items()
     ]
     line = f"Batch size {batch_size}: {'; '.join(speeds)}."
-    reasons = [slowdown_reason(records, r) for r in rows.values() if r["speedup"] < 1]
-    return " ".join([line, *reasons])
+    least = {"peagle": GAIN}
+    reasons = [
+        slowdown_reason(records, r) for m, r in rows.items() if r["speedup"] < least.get(m, 1)
+    ]
+    return " ".join([line, *filter(None, reasons)])
+
+
+def falls_short(records: Sequence[dict]) -> bool:
+    """Whether P-EAGLE gains less than `GAIN` with one text, or less than EAGLE-3, at their best."""
+    fixed = chains(records)
+    found = [best(fixed, method, 1) for method in ("peagle", "eagle3")]
+    peagle, eagle3 = (None if row is None else row["speedup"] for row in found)
+    return peagle is not None and peagle < max(GAIN, eagle3 or 0)
 
 
 def _other_lines(records: Sequence[dict], batch_size: int) -> list[str]:
@@ -106,7 +122,7 @@ def _lossless_line(checked: Sequence[dict]) -> str:
 
 
 def slowdown_reason(records: Sequence[dict], row: dict) -> str:
-    """Why a speculative row is slower than plain decoding: what its step costs, what it yields.
+    """Why a speculative row gains little or nothing: what its step costs, and what it yields.
 
     The costs are the row's own seconds divided by a plain step's.
 
@@ -133,7 +149,7 @@ def slowdown_reason(records: Sequence[dict], row: dict) -> str:
     else:
         written = length
         result = f"{cost} and writes {length:.2f} tokens per row"
-    if written > step:
+    if written > step and row["speedup"] < 1:
         result += ". The steps alone would pay; the rest of the call, with its prefill, does not"
     return result + "."
 

@@ -9,7 +9,7 @@ import pytest
 from peagle_jax import atomic_write
 from peagle_jax.report import method, peers, plots
 from peagle_jax.report.method import draw_method
-from peagle_jax.report.page import STYLE, SampleText, rounded, write_report
+from peagle_jax.report.page import STYLE, SampleText, first_lines, rounded, write_report
 from peagle_jax.report.pictures import save
 from peagle_jax.report.records import Records, best, cells, one_line, read_rows
 from peagle_jax.report.statements import headline
@@ -126,6 +126,20 @@ def test_the_newest_comparison_with_other_engines(tmp_path):
     assert page.count("<img ") == 1 and "Some &lt;CPU&gt;" in page and "vLLM 0.32 " in page
     without = write_report(tmp_path, ROWS, pictures=[], sample=None, runs=[]).read_text()
     assert "Beside vLLM" not in without
+
+
+def test_what_a_head_gains_in_vllm_stands_where_it_gains_little_here():
+    speeds = {"plain": 20.0, "eagle3": 25.0, "peagle": 44.0}
+    rows = [peer_row("vllm", m, 1, speed) for m, speed in speeds.items()]
+    rows += [peer_row("vllm", "plain", 8, 7.0), peer_row("peagle_jax", "peagle", 1, 3.0)]
+    want = f"Served by vLLM, one text, on {rows[0]['device']}: EAGLE-3 at 1.25 times plain "
+    want += "decoding, P-EAGLE at 2.20 times plain decoding."
+    assert peers.served(rows) == want
+    assert peers.served(rows[1:]) == peers.served([]) == ""
+    weak = [row("none", 0), row("peagle", 3, speedup=1.1)]
+    strong = [weak[0], row("peagle", 3, speedup=1.6)]
+    assert first_lines(weak, rows)[-1] == want and want not in first_lines(weak, [])
+    assert want not in first_lines(strong, rows)
 
 
 def test_ratios_of_other_devices(tmp_path):

@@ -183,6 +183,34 @@ def test_headline():
     assert lines[3] == f"{compared}, token for token."
 
 
+def test_a_small_gain_of_peagle_is_explained_by_this_machine():
+    """Steps of 1.75 plain ones that write 2.10 tokens: 1.2 times, where 1.3 are hoped for."""
+    plain = row("none", 0)
+    small = row("peagle", 3, speedup=1.2, acceptance_length=2.1, step_seconds=0.007)
+    small |= {"draft_seconds": 0.002, "verify_seconds": 0.005}
+    (line, *_) = statements.headline([plain, small])
+    assert line.endswith(
+        "A step of P-EAGLE at K = 3 costs 1.75 plain steps (0.50 for drafting, 1.25 for verifying "
+        "4 tokens) and writes 2.10 tokens per row."
+    )
+    assert "A step of" not in statements.headline([plain, {**small, "speedup": 1.31}])[0]
+    eagle3 = row("eagle3", 3, speedup=1.2)
+    assert "A step of" not in statements.headline([plain, eagle3])[0]
+
+
+@pytest.mark.parametrize(
+    "speedups, short",
+    [((1.29, 1.0), True), ((1.4, 1.0), False), ((1.4, 1.5), True), ((1.5, 1.5), False)],
+)
+def test_where_peagle_falls_short(speedups, short):
+    """Of 1.3 times plain decoding, or of EAGLE-3; with one text, each at its best K."""
+    peagle, eagle3 = speedups
+    rows = [row("none", 0), row("peagle", 3, speedup=peagle), row("peagle", 7, speedup=0.5)]
+    rows += [row("eagle3", 3, speedup=eagle3), row("peagle", 3, 8, speedup=0.9)]
+    assert statements.falls_short(rows) == short
+    assert not statements.falls_short([row("none", 0), row("eagle3", 3, speedup=0.5)])
+
+
 def test_headline_tells_of_texts_that_differ():
     broken = [*ROWS, row("peagle", 7, lossless=False, different=2, near_ties=1)]
     assert "2 differ, 1 at near ties" in statements.headline(broken)[-1]

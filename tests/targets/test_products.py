@@ -135,9 +135,11 @@ def test_a_loop_holds_no_copy_of_its_weights(rows):
     assert memory is not None and memory.temp_size_in_bytes < w.nbytes / 4
 
 
-def test_gradients_are_products_of_rounded_operands(monkeypatch):
-    """Matrix units multiply the gradient of the output, rounded, with the other operand."""
-    monkeypatch.setattr(products, "has_bfloat16_matrix_units", lambda: True)
+@pytest.mark.parametrize("has_matrix_units", [True, False])
+def test_gradients_are_products_of_rounded_operands(has_matrix_units, monkeypatch):
+    """Where bfloat16 is faster, the gradient of the output is rounded before it is multiplied."""
+    monkeypatch.setattr(products, "has_bfloat16_products", lambda: True)
+    monkeypatch.setattr(products, "has_bfloat16_matrix_units", lambda: has_matrix_units)
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(9, 70)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(70, 11)), jnp.bfloat16)
