@@ -89,13 +89,26 @@ def check_equal(got, wanted, tolerance=2e-6):
     for (path, a), b in zip(
         jax.tree.leaves_with_path(got[2]), jax.tree.leaves(wanted[2]), strict=True
     ):
-        assert a.dtype == jnp.float32 and np.linalg.norm(b) > 0, path
+        assert a.dtype == b.dtype and np.linalg.norm(b) > 0, path
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize("partitions", [2, 4, 7])
 def test_gradients_are_those_of_one_partition(partitions):
     check_equal(gradients(partitions), gradients(1))
+
+
+def test_gradients_in_float64(monkeypatch):
+    """Within 1e-6, and what more there is in float32 is rounding. Logits are float32 here, too."""
+    given, floats = rows(), ("aux_hidden_states", "teacher_hidden")
+    with jax.enable_x64(True):
+        wide = {name: getattr(given, name).astype(jnp.float64) for name in floats}
+        monkeypatch.setitem(globals(), "rows", lambda: dataclasses.replace(given, **wide))
+        monkeypatch.setitem(globals(), "OUTPUT", OUTPUT.astype(jnp.float64))
+        changes = (("dtype", jnp.float64),)
+        whole, parts = (gradients.__wrapped__(n, changes=changes) for n in (1, 4))
+    assert {x.dtype for x in jax.tree.leaves(parts[2])} == {jnp.dtype(jnp.float64)}
+    check_equal(parts, whole, tolerance=1e-6)
 
 
 def test_gradients_without_places_that_no_row_uses(monkeypatch):

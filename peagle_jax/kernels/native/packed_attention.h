@@ -11,7 +11,8 @@
 //
 // Blocks of rows visit the keys that any of their rows sees, some at a time, and keep no scores: a
 // gradient computes them again (FlashAttention, arXiv:2205.14135). The order of all sums follows
-// from the shapes and from what rows see, and not from the number of threads.
+// from the shapes and from what rows see, and not from the number of threads. What is no number in a
+// key that one row of a block sees reaches the others of the block, as 0 times NaN is NaN.
 
 #ifndef PEAGLE_PACKED_ATTENTION_H_
 #define PEAGLE_PACKED_ATTENTION_H_
@@ -317,9 +318,8 @@ inline void AddGradient(const Problem& p, const Gradient& g, const Block& block,
         float* dto = dscores + r * kKeys + s;
         const Floats score = Load<Floats>(to) * p.scale - lse[r];
         const Floats weight = WhereSeen(seen[r % T], s, Exp(score), Floats{});
-        const Floats dscore = weight * (Load<Floats>(dto) + shifts[r]) * p.scale;
         Store(to, weight);
-        Store(dto, WhereSeen(seen[r % T], s, dscore, Floats{}));
+        Store(dto, weight * (Load<Floats>(dto) + shifts[r]) * p.scale);
       }
     const int64_t first = at.begin * sums.row;
     AddProduct(rows, H, count, {dscores, kKeys}, k, {dq, H});
