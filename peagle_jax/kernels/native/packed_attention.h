@@ -5,14 +5,14 @@
 // Shapes: q and y [B, Q, N, H], of the last Q of P rows; k and v [B, P, G, H]; lse [B, Q, N]. All
 // are float32, and H is a multiple of kLanes. Heads are grouped, N / G of them to a KV head. Row i
 // of P sees the keys first[i] .. last[i] of the first `depth0` rows. If it is one of the others, it
-// sees its own key, too, chain_len[i] - 1 keys before it and ahead[i] behind it, and none of them
-// where chain_len[i] is 0. A row that sees nothing has y = 0, lse = -1e30 and no gradient. `first`
-// to `ahead` are [B, P], and their numbers may be out of range.
+// sees the last chain_len[i] keys up to its own, too, and ahead[i] behind it. A row that sees
+// nothing has y = 0, lse = -1e30 and no gradient. `first` to `ahead` are [B, P], and their numbers
+// may be out of range.
 //
 // Blocks of rows visit the keys that any of their rows sees, some at a time, and keep no scores: a
 // gradient computes them again (FlashAttention, arXiv:2205.14135). The order of all sums follows
-// from the shapes and from what rows see, and not from the number of threads. What is no number in a
-// key that one row of a block sees reaches the others of the block, as 0 times NaN is NaN.
+// from the shapes and from what rows see, and not from the number of threads. NaN in a key that one
+// row of a block sees reaches the block's other rows, as 0 times NaN is NaN.
 
 #ifndef PEAGLE_PACKED_ATTENTION_H_
 #define PEAGLE_PACKED_ATTENTION_H_
@@ -95,7 +95,8 @@ void AddTile(int64_t rows, int64_t depth, View a, View b, Rows c) {
 
 // Once, and not in each of five places: it takes long to compile.
 // c [rows, columns] += a [rows, depth] times b [depth, columns]; columns fill whole vectors.
-__attribute__((noinline)) inline void AddProduct(int64_t rows, int64_t columns, int64_t depth, View a, View b, Rows c) {
+__attribute__((noinline)) inline void AddProduct(int64_t rows, int64_t columns, int64_t depth,
+                                                 View a, View b, Rows c) {
   constexpr int64_t kWidth = kSumVectors * kLanes;
   for (int64_t j = 0; j < columns;) {
     const bool is_wide = j + kWidth <= columns;
@@ -136,7 +137,7 @@ inline Span Cut(int64_t begin, int64_t end, Span to) {
 inline Span Seen(const Problem& p, int64_t b, int64_t i, bool is_depth0) {
   const int64_t at = b * p.rows + i;
   if (is_depth0) return Cut(p.first[at], p.last[at] + int64_t{1}, {0, p.depth0});
-  if (i < p.depth0 || p.chain_len[at] <= 0) return {0, 0};
+  if (i < p.depth0) return {0, 0};
   const int64_t ahead = p.ahead ? p.ahead[at] : 0;
   return Cut(i - p.chain_len[at] + 1, i + ahead + 1, {p.depth0, p.rows});
 }
