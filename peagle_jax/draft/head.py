@@ -223,7 +223,7 @@ class DraftLayer(nnx.Module):
     ) -> tuple[Float[Array, "B Q D"], Any]:
         """Only layers with norms of their own for them read `embeddings` and `fused`.
 
-        Where rows are `repeated`, both have R of them, each once; elsewhere R is T.
+        Where rows are `repeated`, `x` and `embeddings` hold each of R once; elsewhere R is T.
         """
         norm = None  # that `attn` applies to its input
         if self.input_norm is None or self.hidden_norm is None:
@@ -356,8 +356,8 @@ class DraftHead(nnx.Module):
             `cfg.placeholder_context` is "injected".
           recompute: a backward pass keeps the input of each layer, and computes the rest again.
           repeated: which of the R rows of `embeddings` and `fused` each of the T rows has; None:
-            each its own. The first layer multiplies rows that are the same once. It takes heads
-            whose placeholders `are_alike_by_depth`.
+            each its own. The first layer multiplies rows that are the same once. Only for heads
+            whose placeholders `are_alike_by_depth`, and without `rows`.
 
         Returns:
           The residual stream before the final norm, and the attention state.

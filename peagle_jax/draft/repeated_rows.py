@@ -29,7 +29,7 @@ class RepeatedRows:
     num_first: int = dataclasses.field(metadata={"static": True})
 
     def __call__(self, x: Float[Array, "B R D"]) -> Float[Array, "B P D"]:
-        """All P = n + M rows, of R: n, and the few.
+        """R = n + F rows become P = n + M: the first n stay, and row n + m is row n + which[m].
 
         By a product: its gradient, a sum over all rows that are the same, is one, too.
         """
@@ -49,19 +49,22 @@ def are_alike_by_depth(cfg: Any) -> bool:
 
 
 def rows_by_depth(
-    head: PlaceholderHead, num_depths: int, like: Float[Array, "B n D"]
+    head: PlaceholderHead,
+    num_depths: int,
+    embeddings: Float[Array, "B n D"],
+    fused: Float[Array, "B n D"],
 ) -> tuple[Float[Array, "B R D"], Float[Array, "B R D"]]:
     """The R = K - 1 placeholder rows of a head whose rows `are_alike_by_depth`.
 
     Args:
       head: a `DraftHead`.
       num_depths: K.
-      like: fused hidden states, for their shape and dtype.
+      embeddings, fused: of other rows, for their shapes and dtypes.
 
     Returns:
       Embeddings and fused hidden states of the depths 1, 2, ..
     """
-    shape = like.shape[0], num_depths - 1
+    shape = fused.shape[0], num_depths - 1
     depth = jnp.broadcast_to(jnp.arange(1, num_depths)[None], shape)
-    nothing = jnp.zeros((*shape, like.shape[2]), like.dtype)
-    return placeholders.rows(head, PlaceholderRow(depth, nothing, nothing))
+    nothing = (jnp.zeros((*shape, x.shape[2]), x.dtype) for x in (embeddings, fused))
+    return placeholders.rows(head, PlaceholderRow(depth, *nothing))

@@ -237,7 +237,7 @@ def attend(
     Raises:
       InputError: the form does not exist or cannot run here.
     """
-    if form == "auto" and packed_attention_native.can_attend(q, k):
+    if form == "auto" and packed_attention_native.can_attend(q, k, v):
         return native(q, k, v, intervals, scale)
     form = choose("packed_attention", form, FORMS, unsupported(q, k, v, intervals))
     return FORMS[form](q, k, v, intervals, scale)
@@ -255,7 +255,7 @@ def attend_packed(
     Args:
       intervals: of all P rows; what it says of depth-0 rows is not read.
     """
-    if packed_attention_native.can_attend(q, k):
+    if packed_attention_native.can_attend(q, k, v):
         return native(q, k, v, intervals, scale)[0]
     n = intervals.depth0
     reason = unsupported(q, k[:, n:], v[:, n:], intervals)

@@ -1,8 +1,8 @@
 """Attention of COD training on a CPU, in C++ (native/packed_attention.h).
 
-XLA multiplies every query with every key, of which half are not seen, keeps all scores, and calls
-its library for each product, sum and transpose. Here blocks of queries visit the keys that they
-see, and a gradient computes scores again.
+XLA multiplies every query of a block with every key, of which half are not seen, keeps scores where
+they are few, and calls its library for each product, sum and transpose. Here blocks of queries
+visit the keys that they see, and a gradient computes scores again.
 """
 
 import functools
@@ -19,9 +19,11 @@ from peagle_jax.kernels import native_code
 Rows = tuple[Int[Array, "..."], ...]
 
 
-def can_attend(q: Float[Array, "B Q N H"], k: Float[Array, "B P G H"]) -> bool:
+def can_attend(
+    q: Float[Array, "B Q N H"], k: Float[Array, "B P G H"], v: Float[Array, "B P G H"]
+) -> bool:
     """Whether the kernels can do it: on one CPU, in float32, with heads of whole vectors."""
-    if q.dtype != jnp.float32 or k.dtype != jnp.float32:
+    if not q.dtype == k.dtype == v.dtype == jnp.float32 or not q.size or not k.size:
         return False
     return native_code.is_callable_here() and native_code.fills_vectors(q.shape[3])
 

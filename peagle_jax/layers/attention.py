@@ -234,10 +234,11 @@ class Attention(nnx.Module):
 
         Keys and values are made of `kv_input` where it is given, and of `x` where not. Without
         `kv_input` there may be a norm of `x`, which a kernel may compute beside the products.
-        Of tokens that are alike `x` may have one, where `repeated` makes the projections of all T
-        tokens of those of R; their positions still differ.
+        `x` may hold tokens that are alike once, R of T; `repeated` then makes all T of their
+        projections, and only their positions differ. It takes neither `rows` nor `kv_input`.
         """
         assert norm is None or kv_input is None
+        assert repeated is None or (rows is None and kv_input is None)
         projected = None
         if rows is None and kv_input is None:
             projected = joint_tiled_products(x, (self.q, self.k, self.v), norm)

@@ -67,8 +67,8 @@ def product(x: Float[Array, "*rows K"], w: Float[Array, "*experts K N"]) -> Floa
     num_rows = x.shape[-2]
     is_narrowed = w.dtype == jnp.bfloat16 and x.dtype == jnp.float32
     x = _with_least_rows(x, w)
-    are_narrow_faster = is_narrowed and has_bfloat16_products() and x.ndim == w.ndim == 2
-    y = _narrowed(x, w) if are_narrow_faster else _matmul(x, w)
+    multiplies_in_bfloat16 = is_narrowed and has_bfloat16_products() and x.ndim == w.ndim == 2
+    y = _narrowed(x, w) if multiplies_in_bfloat16 else _matmul(x, w)
     return y[..., :num_rows, :]
 
 
@@ -186,7 +186,8 @@ def _written_transpose(x: Float[Array, "M N"]) -> Float[Array, "N M"]:
 
     XLA makes another transpose a part of the product, and then converts both operands to float32:
     on a Xeon with AMX 1,024 x 512 x 1,024 take 9 ms so, and 2.5 ms with this (LOG.md, 2026-11-25).
-    On an EPYC that is so where the first operand is transposed, and not where the second is.
+    On an EPYC that is so where the first operand is transposed, and not where the second is
+    (LOG.md, 2026-11-30, night).
     """
     return jnp.pad(x.T, [(0, 0), (0, 1)])[:, :-1]
 

@@ -122,7 +122,7 @@ def write_report(
 def first_lines(records: Sequence[dict], peer_rows: Sequence[dict]) -> list[str]:
     """The report's first lines. Where P-EAGLE gains little, vLLM's rows say what it gains there."""
     lines = headline(records)
-    if falls_short(records) and (line := peers.served(peer_rows)):
+    if falls_short(records) and (line := peers.gains_in_vllm(peer_rows)):
         lines.append(line)
     return lines
 

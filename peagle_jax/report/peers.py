@@ -103,21 +103,27 @@ def ratios(
     )
 
 
-def served(rows: Sequence[dict]) -> str:
-    """A sentence: what the heads gain in vLLM with one text, and where that was measured."""
-    speeds = {
-        row["method"]: row["tokens_per_second"]
-        for row in rows
-        if (row["engine"], row["batch_size"]) == ("vllm", 1)
-    }
-    parts = [
-        f"{METHODS[method]} at {speeds[method] / speeds['plain']:.2f} times plain decoding"
-        for method in METHODS
-        if method != "plain" and {method, "plain"} <= speeds.keys()
-    ]
-    if not parts:
+def gains_in_vllm(rows: Sequence[dict]) -> str:
+    """A sentence: what the packaged heads gain in vLLM with one text, and where that was measured.
+
+    Args:
+      rows: of one comparison.
+
+    Returns:
+      "" where vLLM decoded nothing with a head, or nothing without.
+    """
+    found = {r["method"]: r for r in rows if (r["engine"], r["batch_size"]) == ("vllm", 1)}
+    heads = [method for method in METHODS if method in found and found[method]["k"]]
+    if "plain" not in found or not heads:
         return ""
-    return f"Served by vLLM, one text, on {rows[0]['device']}: {', '.join(parts)}."
+    plain, first = found["plain"]["tokens_per_second"], found[heads[0]]
+    gains = [f"{METHODS[m]} at {found[m]['tokens_per_second'] / plain:.2f} times" for m in heads]
+    gains[0] += " plain decoding"
+    return (
+        f"Recorded earlier, the packaged heads in vLLM {first['engine_version']}, one text, "
+        f"K = {first['k']}, {first['dtype']}, on {first['device']} (commit {first['commit']}): "
+        f"{', '.join(gains)}."
+    )
 
 
 def _length_of_peagle(rows: Sequence[dict]) -> float | None:

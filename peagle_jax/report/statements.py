@@ -21,7 +21,7 @@ HARDLY = 1.25
 # Tokens lost to waiting rows are mentioned where they are more than this share.
 NOTABLE = 0.05
 # A P-EAGLE head that gains less is given its reason: what a step costs here, and what it writes.
-GAIN = 1.3
+LEAST_GAIN = 1.3
 # A text is said to be easy to draft where it repeats more of its 4-grams than this.
 REPETITIVE = 0.2
 
@@ -55,7 +55,7 @@ def headline(records: Sequence[dict]) -> list[str]:
 def _speed_line(records: Sequence[dict], batch_size: int) -> str:
     """The best K of every method at a batch size.
 
-    A best speedup below 1, and P-EAGLE's below `GAIN`, is given its reason.
+    A best speedup below 1, and P-EAGLE's below `LEAST_GAIN`, is given its reason.
     """
     found = {m: best(records, m, batch_size) for m in ("peagle", "eagle3", "eagle")}
     rows = {method: row for method, row in found.items() if row is not None}
@@ -66,7 +66,7 @@ def _speed_line(records: Sequence[dict], batch_size: int) -> str:
         for m, r in rows.items()
     ]
     line = f"Batch size {batch_size}: {'; '.join(speeds)}."
-    least = {"peagle": GAIN}
+    least = {"peagle": LEAST_GAIN}
     reasons = [
         slowdown_reason(records, r) for m, r in rows.items() if r["speedup"] < least.get(m, 1)
     ]
@@ -74,11 +74,11 @@ def _speed_line(records: Sequence[dict], batch_size: int) -> str:
 
 
 def falls_short(records: Sequence[dict]) -> bool:
-    """Whether P-EAGLE gains less than `GAIN` with one text, or less than EAGLE-3, at their best."""
+    """Whether P-EAGLE, at its best K and with one text, gains less than `LEAST_GAIN` or EAGLE-3."""
     fixed = chains(records)
     found = [best(fixed, method, 1) for method in ("peagle", "eagle3")]
     peagle, eagle3 = (None if row is None else row["speedup"] for row in found)
-    return peagle is not None and peagle < max(GAIN, eagle3 or 0)
+    return peagle is not None and peagle < max(LEAST_GAIN, eagle3 or 0)
 
 
 def _other_lines(records: Sequence[dict], batch_size: int) -> list[str]:
@@ -118,7 +118,7 @@ def _lossless_line(checked: Sequence[dict]) -> str:
     return f"Compared with plain greedy decoding: {num_texts} speculative texts; {result}."
 
 
-# ---------------------------------------------------------------- why a row is slow
+# ---------------------------------------------------------------- why a row gains little
 
 
 def slowdown_reason(records: Sequence[dict], row: dict) -> str:

@@ -340,7 +340,8 @@ def _placeholder_rows(
     # padding has depth 0, which no placeholder has; its rows do not reach the loss
     depth = jnp.maximum(cod.depth, 1)
     if reads_text is None and are_alike_by_depth(head.cfg):
-        return *rows_by_depth(head, num_depths, fused), depth - 1
+        which = jnp.minimum(depth, num_depths - 1) - 1
+        return *rows_by_depth(head, num_depths, embeddings, fused), which
 
     def at_anchor(x: Float[Array, "B n D"]) -> Float[Array, "B M D"]:
         return jnp.take_along_axis(x, cod.anchor[..., None], axis=1)

@@ -48,7 +48,7 @@ def layer_config(style: str, layers: int):
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=12,
+        head_dim=16,
         rms_norm_eps=3e-3,
         max_position_embeddings=96,
         rope_parameters={"rope_type": "default", "rope_theta": 777.0},

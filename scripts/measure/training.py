@@ -31,6 +31,7 @@ from peagle_jax import load_target, text
 from peagle_jax.atomic_write import append_line
 from peagle_jax.bench.timing import median_seconds
 from peagle_jax.draft.head import DraftHead, random_head
+from peagle_jax.draft.repeated_rows import are_alike_by_depth
 from peagle_jax.layers import Decoder, product
 from peagle_jax.pipelines.demo import ASSETS
 from peagle_jax.provenance import provenance
@@ -197,7 +198,7 @@ def part_flops(step: Step) -> dict[str, float]:
     attention = elements * n * 4 * c.heads * c.head_dim * c.layers
     head_forward = 2.0 * (elements * layers + rows * n * fusion) + attention
     # of placeholders that are the same layer 0 has queries, keys and values once
-    repeated = elements - rows * (n + batch.num_depths - 1)
+    repeated = elements - rows * (n + batch.num_depths - 1) if are_alike_by_depth(c) else 0
     head_forward -= 4.0 * repeated * c.dim * (c.heads + 2 * c.kv_heads) * c.head_dim
     of_target = 2.0 * rows * n * matrices(step.target.params["blocks"])
     of_target += rows * n * n * 4 * t.heads * t.head_dim * t.layers

@@ -34,14 +34,14 @@ def test_which_designs_read_nothing_of_the_anchor(design):
     designs = HIDDEN_DESIGNS if is_hidden else TOKEN_DESIGNS
     assert np.array_equal(side[:, :2], side[:, 2:]) == designs[design].by_depth_alone
     if designs[design].by_depth_alone:
-        by_depth = rows_by_depth(head, 3, jnp.zeros((1, 7, model.config.dim)))
+        by_depth = rows_by_depth(head, 3, *[jnp.zeros((1, 7, model.config.dim))] * 2)
         assert np.array_equal(by_depth[is_hidden], side[:, :2])
 
 
 def test_the_designs_without_a_hidden_side_of_their_own():
     model = head_of("zero", "zero")
     of_tokens, of_hidden = rows_by_depth(
-        model.bind(model.params), 4, jnp.ones((2, 1, model.config.dim))
+        model.bind(model.params), 4, *[jnp.ones((2, 1, model.config.dim))] * 2
     )
     assert of_tokens.shape == of_hidden.shape == (2, 3, model.config.dim)
     assert not of_tokens.any() and not of_hidden.any()

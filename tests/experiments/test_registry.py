@@ -39,6 +39,7 @@ BASE = {
     "sampling": ["0", "0.5", "1"],
     "sequential_head": ["P-EAGLE"],
     "one_forward": ["P-EAGLE"],
+    "layers_and_state": ["P-EAGLE"],
     "depth_weights": ["equal"],
 }
 BASE_OF = {
@@ -235,9 +236,18 @@ def test_who_shares_a_head_and_who_is_the_same_run(budget):
         ("against_eagle3", "EAGLE-3 of equal parameters"),
         ("one_forward", "EAGLE-3"),
         ("sequential_head", "EAGLE-3"),
+        ("layers_and_state", "EAGLE-3"),
     ]
     markov = [(name, "with a Markov head") for name in ("sequential_head", "one_forward")]
+    more_layers, state = "EAGLE-3, twice the layers", "an RNN head"
     expected = {
+        frozenset([("one_forward", more_layers), ("layers_and_state", more_layers)]),
+        frozenset(
+            [
+                ("sequential_head", f"with {state} of rank 128"),
+                ("layers_and_state", f"with {state}"),
+            ]
+        ),
         frozenset([*eagle3, ("against_eagle3", "EAGLE-3")] if budget == "smoke" else eagle3),
         frozenset(markov),
     }

@@ -26,7 +26,12 @@ from peagle_jax.train.config import (
 )
 from peagle_jax.train.head_batches import HeadBatch
 from peagle_jax.train.hidden_states import shifted
-from peagle_jax.train.recipe_sections import ComputeConfig, DataConfig, MeshConfig
+from peagle_jax.train.recipe_sections import (
+    ComputeConfig,
+    DataConfig,
+    MeshConfig,
+    PlaceholderConfig,
+)
 from peagle_jax.train.update import make_optimizer
 from peagle_jax.types import Batch, InputError
 
@@ -87,6 +92,27 @@ def test_activations_and_products(partitions):
         flops = compiled.cost_analysis()["flops"]
         print(flops, plan.step_flops)
         assert 0.7 < plan.step_flops / flops < 1.2
+
+
+def test_placeholders_that_are_the_same_are_counted_once():
+    """A product of 256 x (4 + 2 * 2) * 10 for each of them that layer 0 need not multiply."""
+    target, head = small_models()
+
+    def flops(run, head=head):
+        return training_plan.plan_of(run, target, head).step_flops
+
+    def with_placeholder(**changes):
+        return dataclasses.replace(RUN, placeholder=PlaceholderConfig(**changes))
+
+    n = RUN.data.seq_len - 1
+    packed, _ = training_plan.element_counts(RUN, n)
+    saved = 6.0 * (packed - n - (RUN.num_depths - 1)) * 256 * (4 + 2 * 2) * 10
+    assert 0.01 * flops(RUN) < saved
+    assert flops(with_placeholder(true_tokens=0.5)) - flops(RUN) == pytest.approx(saved)
+    again = dataclasses.replace(RUN, compute=ComputeConfig(recompute="layers"))
+    whole = with_placeholder(true_tokens=0.5)
+    whole = dataclasses.replace(whole, compute=again.compute)
+    assert flops(whole) - flops(again) == pytest.approx(saved * 8 / 6)
 
 
 def test_the_baselines_have_plans_of_their_own(tmp_path):

@@ -132,10 +132,13 @@ def test_what_a_head_gains_in_vllm_stands_where_it_gains_little_here():
     speeds = {"plain": 20.0, "eagle3": 25.0, "peagle": 44.0}
     rows = [peer_row("vllm", m, 1, speed) for m, speed in speeds.items()]
     rows += [peer_row("vllm", "plain", 8, 7.0), peer_row("peagle_jax", "peagle", 1, 3.0)]
-    want = f"Served by vLLM, one text, on {rows[0]['device']}: EAGLE-3 at 1.25 times plain "
-    want += "decoding, P-EAGLE at 2.20 times plain decoding."
-    assert peers.served(rows) == want
-    assert peers.served(rows[1:]) == peers.served([]) == ""
+    want = (
+        "Recorded earlier, the packaged heads in vLLM 0.32.1, one text, K = 6, bfloat16, on Some "
+        "<CPU>, 2 cores (commit abc1234): EAGLE-3 at 1.25 times plain decoding, P-EAGLE at 2.20 "
+        "times."
+    )
+    assert peers.gains_in_vllm(rows) == want
+    assert peers.gains_in_vllm(rows[1:]) == peers.gains_in_vllm([]) == ""
     weak = [row("none", 0), row("peagle", 3, speedup=1.1)]
     strong = [weak[0], row("peagle", 3, speedup=1.6)]
     assert first_lines(weak, rows)[-1] == want and want not in first_lines(weak, [])

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from peagle_jax.kernels import (
+    native_code,
     packed_attention,
     packed_attention_blocks,
     packed_attention_chains,
     packed_attention_dense,
+    packed_attention_native,
 )
 from peagle_jax.train.attention import PackedCausal, PrefixChain
 from peagle_jax.train.cod import CodConfig, cod_sample
@@ -68,6 +70,7 @@ def dense(segment_ids, cod, q, k, v, window):
     ],
 )
 def test_equals_dense(window, sizes, block, monkeypatch):
+    monkeypatch.setattr(packed_attention_native, "can_attend", lambda q, k, v: False)
     monkeypatch.setattr(packed_attention, "block_sizes", lambda *shape: sizes)
     parts = packed_attention_blocks, packed_attention_chains, packed_attention_dense
     for part in (packed_attention, *parts):
@@ -112,9 +115,15 @@ def test_documents_do_not_see_each_other():
     assert np.array_equal(seen, segment_ids[0] == 1)
 
 
-def test_sinks_take_their_share():
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_sinks_take_their_share(by_kernel, monkeypatch):
     """GPT-OSS: one more logit for each head is in the softmax, and has no value."""
+    if by_kernel and not native_code.fills_vectors(16):
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(packed_attention_native, "can_attend", lambda q, k, v: by_kernel)
     segment_ids, _, q, k, v, _ = inputs()
+    if by_kernel:  # with zeros behind, for heads of whole vectors
+        q, k, v = (jnp.pad(x, [(0, 0)] * 3 + [(0, 16 - H)]) for x in (q, k, v))
     q, k, v = (np.asarray(x[:, :n], np.float64) for x in (q, k, v))
     sinks = np.array([-1.0, 0.5, 2.0, 6.0])
     rule = AttentionRule(None, H**-0.5, jnp.asarray(sinks, jnp.float32))

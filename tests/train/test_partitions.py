@@ -226,6 +226,6 @@ def test_attention_by_the_kernels_for_a_cpu(partitions, design, monkeypatch):
     got = gradients.__wrapped__(partitions, design=design, changes=changes)
     # once for each of two layers, and again for the placeholder rows of partitions
     assert len(calls) == (2 if partitions == 1 else 4)
-    monkeypatch.setattr(packed_attention_native, "can_attend", lambda q, k: False)
+    monkeypatch.setattr(packed_attention_native, "can_attend", lambda q, k, v: False)
     check_equal(got, gradients.__wrapped__(partitions, design=design, changes=changes))
     assert len(calls) == (2 if partitions == 1 else 4)

@@ -209,7 +209,8 @@ const char* FillProblem(const F32& q, const F32& k, const F32& v, const S32& fir
   const auto Q = q.dimensions(), K = k.dimensions();
   const char* misfit = "arrays whose sizes do not fit each other";
   if (Q.size() != 4 || K.size() != 4 || !AreSame(K, v.dimensions()) || Q[0] != K[0] ||
-      Q[1] > K[1] || Q[3] != K[3] || K[2] == 0 || Q[2] % K[2] || depth0 < 0 || depth0 > K[1])
+      Q[1] > K[1] || Q[3] != K[3] || depth0 < 0 || depth0 > K[1] || q.element_count() == 0 ||
+      k.element_count() == 0 || Q[2] % K[2])
     return misfit;
   if (Q[3] % kLanes) return "heads that are no whole number of vectors";
   const auto fits = [&](const S32& x) {
@@ -251,10 +252,12 @@ ffi::Error PackedAttentionGradient(ffi::ThreadPool pool, F32 q, F32 k, F32 v, S3
       dlse.element_count() * p.head_dim != queries || dk->element_count() != keys ||
       dv->element_count() != keys)
     return Refused("gradients of another size");
-  packed_attention::RunGradient(pool, p,
-                                {y.typed_data(), lse.typed_data(), dy.typed_data(),
-                                 dlse.typed_data(), dq->typed_data(), dk->typed_data(),
-                                 dv->typed_data()});
+  const packed_attention::Gradient gradient = {y.typed_data(),   lse.typed_data(),
+                                               dy.typed_data(),  dlse.typed_data(),
+                                               dq->typed_data(), dk->typed_data(),
+                                               dv->typed_data()};
+  if (!packed_attention::RunGradient(pool, p, gradient))
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "no memory for sums of gradients");
   return ffi::Error::Success();
 }
 

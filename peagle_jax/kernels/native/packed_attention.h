@@ -21,6 +21,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <vector>
 
 #include "parallel_for.h"
@@ -35,8 +37,9 @@ namespace packed_attention {
 constexpr int64_t kKeys = 128, kBlockRows = 48;
 // Rows and vectors of a product whose sums fill the registers.
 constexpr int kSumRows = kRegisters / 5, kSumVectors = 4;
-// Pieces of a gradient that threads share. Each sums gradients of all keys of one KV head.
-constexpr int64_t kPieces = 8;
+// Pieces of a gradient that threads share, where the sums of so many numbers stay below a limit:
+// each piece sums gradients of all keys of one KV head.
+constexpr int64_t kPieces = 32, kMostSums = 64 << 20;
 constexpr float kNothing = -1e30f;
 
 struct Problem {
@@ -61,14 +64,14 @@ struct View {
   int64_t row, column = 1;
 };
 
-// Rows of numbers that follow each other.
-struct Rows {
+// A matrix that is written, whose rows are so far apart.
+struct Target {
   float* data;
   int64_t row;
 };
 
 template <int kRows, int kVectors>
-void AddTile(int64_t rows, int64_t depth, View a, View b, Rows c) {
+void AddTile(int64_t rows, int64_t depth, View a, View b, Target c) {
   if constexpr (kRows > 1)
     if (rows < kRows) return AddTile<kRows - 1, kVectors>(rows, depth, a, b, c);
   Floats sums[kRows][kVectors];
@@ -93,16 +96,16 @@ void AddTile(int64_t rows, int64_t depth, View a, View b, Rows c) {
     for (int i = 0; i < kVectors; ++i) Store(c.data + r * c.row + i * kLanes, sums[r][i]);
 }
 
-// Once, and not in each of five places: it takes long to compile.
-// c [rows, columns] += a [rows, depth] times b [depth, columns]; columns fill whole vectors.
+// c [rows, columns] += a [rows, depth] times b [depth, columns]; columns fill whole vectors. It is
+// compiled once, and not in each of five places, for the compiler's sake.
 __attribute__((noinline)) inline void AddProduct(int64_t rows, int64_t columns, int64_t depth,
-                                                 View a, View b, Rows c) {
+                                                 View a, View b, Target c) {
   constexpr int64_t kWidth = kSumVectors * kLanes;
   for (int64_t j = 0; j < columns;) {
     const bool is_wide = j + kWidth <= columns;
     for (int64_t r = 0; r < rows; r += kSumRows) {
       const View left = {a.data + r * a.row, a.row, a.column}, right = {b.data + j, b.row};
-      const Rows to = {c.data + r * c.row + j, c.row};
+      const Target to = {c.data + r * c.row + j, c.row};
       const int64_t count = std::min<int64_t>(kSumRows, rows - r);
       is_wide ? AddTile<kSumRows, kSumVectors>(count, depth, left, right, to)
               : AddTile<kSumRows, 1>(count, depth, left, right, to);
@@ -141,7 +144,6 @@ inline Span Seen(const Problem& p, int64_t b, int64_t i, bool is_depth0) {
   const int64_t ahead = p.ahead ? p.ahead[at] : 0;
   return Cut(i - p.chain_len[at] + 1, i + ahead + 1, {p.depth0, p.rows});
 }
-
 
 // `x` where the keys from s on are seen, and `otherwise` elsewhere.
 inline Floats WhereSeen(Span seen, int64_t s, Floats x, Floats otherwise) {
@@ -340,26 +342,38 @@ inline void Run(xla::ffi::ThreadPool& pool, const Problem& p, float* y, float* l
   });
 }
 
-inline void RunGradient(xla::ffi::ThreadPool& pool, const Problem& p, const Gradient& g) {
+// How many pieces a gradient has: a number that follows from the shapes alone.
+inline int64_t NumPieces(const Problem& p) {
+  const int64_t heads = p.batch * p.kv_heads, numbers = heads * 2 * p.rows * p.head_dim;
+  const int64_t wanted = (kPieces + heads - 1) / heads;
+  return std::max<int64_t>(1, std::min({wanted, p.blocks(), 1 + kMostSums / numbers}));
+}
+
+// Whether there was memory for it.
+inline bool RunGradient(xla::ffi::ThreadPool& pool, const Problem& p, const Gradient& g) {
   const int64_t heads = p.batch * p.kv_heads, H = p.head_dim, threads = pool.num_threads();
-  const int64_t pieces = std::clamp<int64_t>(kPieces / heads, 1, std::max<int64_t>(1, p.blocks()));
-  const int64_t stride = p.kv_heads * H, numbers = p.rows * H;
-  std::memset(g.dk, 0, p.batch * p.rows * stride * sizeof(float));
-  std::memset(g.dv, 0, p.batch * p.rows * stride * sizeof(float));
+  const int64_t pieces = NumPieces(p), stride = p.kv_heads * H, numbers = p.rows * H;
   // the first piece of each head sums where the result stands
-  std::vector<float> others(heads * (pieces - 1) * 2 * numbers);
+  const std::unique_ptr<float[]> others(new (std::nothrow)
+                                            float[heads * (pieces - 1) * 2 * numbers]);
+  if (!others) return false;
   const auto sums_of = [&](int64_t head, int64_t piece) -> Sums {
     const int64_t at = (head / p.kv_heads * p.rows) * stride + head % p.kv_heads * H;
     if (piece == 0) return {g.dk + at, g.dv + at, stride};
-    float* data = others.data() + (head * (pieces - 1) + piece - 1) * 2 * numbers;
+    float* data = others.get() + (head * (pieces - 1) + piece - 1) * 2 * numbers;
     return {data, data + numbers, H};
   };
   ParallelFor(pool, heads * pieces, threads, [&](int64_t i) {
     const int64_t head = i % heads, piece = i / heads;
+    const Sums sums = sums_of(head, piece);
+    for (int64_t r = 0; r < p.rows; ++r) {
+      std::fill_n(sums.dk + r * sums.row, H, 0.0f);
+      std::fill_n(sums.dv + r * sums.row, H, 0.0f);
+    }
     for (int64_t j = piece; j < p.blocks(); j += pieces)
-      AddGradient(p, g, BlockAt(p, head / p.kv_heads, head % p.kv_heads, j), sums_of(head, piece));
+      AddGradient(p, g, BlockAt(p, head / p.kv_heads, head % p.kv_heads, j), sums);
   });
-  if (pieces == 1) return;
+  if (pieces == 1) return true;
   constexpr int64_t kRows = 64;  // that are added up at a time
   const int64_t parts = (p.rows + kRows - 1) / kRows;
   ParallelFor(pool, heads * parts, threads, [&](int64_t i) {
@@ -374,6 +388,7 @@ inline void RunGradient(xla::ffi::ThreadPool& pool, const Problem& p, const Grad
         }
     }
   });
+  return true;
 }
 
 }  // namespace packed_attention
