@@ -338,7 +338,8 @@ def draw(rows: Sequence[dict], path: Path) -> None:
         speeds.set_title("training tokens/s")
         lengths.set_title(f"acceptance length after {seconds:g} s, by seed")
         for axis in (speeds, lengths):
-            axis.set_xticks(range(len(rows)), [row["trainer"] for row in rows])
+            names = [row["trainer"].replace(", ", ",\n") for row in rows]
+            axis.set_xticks(range(len(rows)), names)
             axis.set_xlim(-0.6, len(rows) - 0.4)
             axis.grid(axis="x", visible=False)
         figure.savefig(path, bbox_inches="tight")
