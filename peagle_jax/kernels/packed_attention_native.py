@@ -55,7 +55,7 @@ def attend(
 def _attend(depth0: int, scale: float, q, k, v, rows: Rows) -> tuple[Array, Array]:
     results = [jax.ShapeDtypeStruct(shape, q.dtype) for shape in (q.shape, q.shape[:3])]
     call = native_code.function("peagle_packed_attention", results)
-    y, lse = call(q, k, v, *rows, scale=np.float32(scale), depth0=depth0)
+    y, lse = call(q, k, v, *rows, scale=np.float32(scale), depth0=np.int64(depth0))
     return y, lse
 
 
@@ -69,7 +69,7 @@ def _attend_backward(depth0, scale, saved, cotangents):
     dy, dlse = cotangents
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
     call = native_code.function("peagle_packed_attention_gradient", results)
-    options = {"scale": np.float32(scale), "depth0": depth0}
+    options = {"scale": np.float32(scale), "depth0": np.int64(depth0)}
     dq, dk, dv = call(q, k, v, *rows, y, lse, dy, dlse, **options)
     return dq, dk, dv, None
 
