@@ -87,7 +87,8 @@ def test_precision_is_never_taken_away(hopper, monkeypatch):
         monkeypatch.setattr(
             module, "choose", lambda *args, **_: asked.append(choose.choose(*args)) or "reference"
         )
-    monkeypatch.setattr(attention.step_attention, "can_attend", lambda *_: False)  # as on a GPU
+    for kernel in (attention.step_attention, packed_attention.packed_attention_native):
+        monkeypatch.setattr(kernel, "can_attend", lambda *_: False)  # as on a GPU
     f, b = jnp.ones((1, 2, 2, 16)), jnp.ones((1, 2, 2, 16), jnp.bfloat16)
     at, rule = jnp.zeros((1, 2), jnp.int32), dict(window=None, scale=1.0, sinks=None)
 
