@@ -46,13 +46,13 @@ def assert_same(got, want, bound=1e-5):
 
 
 MORE = {
-    # pieces of a gradient: 8, 4 and 1; heads of several vectors
+    # heads of several vectors, and each of its own; gradients of these are one piece
     "one kv head": dict(B=1, N=3, G=1, H=16),
     "one row of two kv heads": dict(B=1, N=6, G=2, H=48),
-    "more kv heads than pieces": dict(B=3, N=4, G=4, H=16, n=90, chains=30),
-    # several sets of keys of one block, and blocks of one token
+    "many kv heads": dict(B=3, N=4, G=4, H=16, n=90, chains=30),
+    # several sets of keys of one block, and blocks of one token, whose gradient has 4 pieces
     "many keys": dict(B=1, n=400, chains=90, num_depths=8, H=16),
-    "many heads": dict(B=1, n=40, chains=20, N=100, G=1, H=16),
+    "many heads": dict(B=2, n=40, chains=20, N=100, G=2, H=16),
 }
 ALL = {name: {**kind, "H": 32} for name, kind in CASES.items()} | MORE
 

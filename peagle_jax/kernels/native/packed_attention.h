@@ -32,14 +32,14 @@ namespace packed_attention {
 
 // Keys that have scores at one time, and the largest number of queries that do, of all heads of a
 // group. Both sets of scores of a gradient stay in a core's second cache. Fewer queries compute
-// fewer scores that nobody sees, and 24 to 192 of them, and 64 to 256 keys, take within 15 % of the
-// time (LOG.md, 2026-11-30, night).
+// fewer scores that nobody sees; with 48 to 192 of them, and 64 to 256 keys, times differ by less
+// than a third (LOG.md, 2026-11-30, night).
 constexpr int64_t kKeys = 128, kBlockRows = 48;
 // Rows and vectors of a product whose sums fill the registers.
 constexpr int kSumRows = kRegisters / 5, kSumVectors = 4;
-// Pieces of a gradient that threads share, where the sums of so many numbers stay below a limit:
-// each piece sums gradients of all keys of one KV head.
-constexpr int64_t kPieces = 32, kMostSums = 64 << 20;
+// Pieces of a gradient that threads share. Each sums gradients of all keys of one KV head, which are
+// then added up: that pays for so many blocks and more, and the sums have a limit.
+constexpr int64_t kPieces = 32, kLeastBlocks = 24, kMostSums = 64 << 20;
 constexpr float kNothing = -1e30f;
 
 struct Problem {
@@ -345,8 +345,8 @@ inline void Run(xla::ffi::ThreadPool& pool, const Problem& p, float* y, float* l
 // How many pieces a gradient has: a number that follows from the shapes alone.
 inline int64_t NumPieces(const Problem& p) {
   const int64_t heads = p.batch * p.kv_heads, numbers = heads * 2 * p.rows * p.head_dim;
-  const int64_t wanted = (kPieces + heads - 1) / heads;
-  return std::max<int64_t>(1, std::min({wanted, p.blocks(), 1 + kMostSums / numbers}));
+  const int64_t wanted = (kPieces + heads - 1) / heads, most = p.blocks() / kLeastBlocks;
+  return std::max<int64_t>(1, std::min({wanted, most, 1 + kMostSums / numbers}));
 }
 
 // Whether there was memory for it.
